@@ -1,0 +1,247 @@
+"""Curriculum learning: which samples a step may draw, in which order, and how long their rows are.
+
+The idea: an offline analysis gives every sample one number a metric (its difficulty). A *pace* says how far
+up that scale a step may go, so that each sample has one admission step; sorted by it, every pool is a prefix
+of one array. The sampler draws from that prefix without replacement, as a function of (seed, step) alone.
+
+Paper: "DeepSpeed Data Efficiency", arXiv 2212.03597, section 3.1; length warm-up: arXiv 2108.06084.
+Numpy only, and nothing else of this project: the file can be pasted into another repository.
+Try it:  python train.py --plan
+"""
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+# -----------------------------------------------------------------------------
+# pacing: how a limit grows with the optimizer step
+
+GRAMMAR = """START..END:DURATION[:SHAPE]
+    START, END   numbers, or both with % (of the metric's samples; of block_size for --seqlen and --ltd)
+    DURATION     optimizer steps, or % of the steps that a plain run of the same budget would take
+    SHAPE        linear (default), sqrt, root3, root4, ..., constant (START until DURATION, then END), FILE.py:FUNCTION"""
+
+
+def pace(step, start, end, duration, root=1, multiple=1):
+    """The limit d(t) at optimizer step(s) `step` (counted from 0); semantics of 2212.03597 section 3.1.
+
+    d(t) = floor(start + (end - start) * min(t / duration, 1) ** (1 / root)), rounded down to `multiple`, but never
+    below ceil(start / multiple) * multiple and never above `end`; `end` itself is reached exactly at t = duration.
+    step: int or int array; returns int64 of the same shape. multiple=None: no rounding at all, returns float64.
+    Raises ValueError for start < 0, start > end, duration < 0, root <= 0, multiple < 1.
+    """
+    if not 0 <= start <= end:
+        raise ValueError(f"a pace needs 0 <= start <= end, not {start}..{end}")
+    if duration < 0 or root <= 0 or (multiple is not None and multiple < 1):
+        raise ValueError(f"a pace needs duration >= 0, root > 0, multiple >= 1, not {duration}, {root}, {multiple}")
+    t = np.asarray(step, dtype=np.float64)
+    progress = np.clip(t / duration, 0, 1) if duration else np.ones_like(t)
+    return snap(start + (end - start) * progress ** (1 / root), t >= duration, start, end, multiple)
+
+
+def snap(d, done, start, end, multiple):
+    """Round raw limits d down to the multiple, keep them inside the bounds, put `end` where done."""
+    if multiple is not None:
+        # 1e-9: sqrt(0.04) * 120 may come out as 23.999999999999996, and floor must not see that
+        d = np.floor((np.floor(d + 1e-9)) / multiple) * multiple
+        d = np.maximum(d, np.ceil(start / multiple) * multiple)
+        end = np.floor(end)
+    d = np.where(done, end, np.minimum(d, end))
+    return d if multiple is None else d.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """One schedule as the user wrote it. `name` is what stood before the pace: a metric or a mode."""
+    name: str
+    start: float
+    end: float
+    percent: bool           # start and end are percentages
+    duration: float
+    relative: bool          # duration is a percentage of the plain run's steps
+    shape: str
+    text: str
+
+    @classmethod
+    def parse(cls, text, flag="--pool", example="voc:1%..100%:40%:sqrt", named=True):
+        """Read `[NAME:]START..END:DURATION[:SHAPE]`. Raises ValueError with the grammar and a working example."""
+        number = r"(\d+(?:\.\d+)?)(%?)"
+        m = re.fullmatch(rf"(?:(.+?):)?{number}\.\.{number}:{number}(?::(.+))?", text.strip())
+        refuse = f"{flag}={text} is not understood; it takes {'NAME:' if named else ''}{GRAMMAR}\n    example      {flag}={example}"
+        if not m or bool(m[1]) != named or m[3] != m[5]:
+            raise ValueError(refuse)
+        shape = m[8] or "linear"
+        if not re.fullmatch(r"linear|sqrt|root[1-9]\d*|constant|.+\.py:\w+", shape):
+            raise ValueError(refuse)
+        p = cls(m[1] or "", float(m[2]), float(m[4]), m[3] == "%", float(m[6]), m[7] == "%", shape, text.strip())
+        if p.start > p.end:
+            raise ValueError(f"{flag}={text}: START {p.start:g} is above END {p.end:g}; a pace only grows. Example: {flag}={example}")
+        if p.percent and p.end > 100:
+            raise ValueError(f"{flag}={text}: END {p.end:g}% is above 100%. Example: {flag}={example}")
+        return p
+
+    def steps(self, plain_steps):
+        """DURATION in optimizer steps, for a plain run of plain_steps."""
+        return int(round(self.duration * plain_steps / 100)) if self.relative else int(self.duration)
+
+    def at(self, step, plain_steps, multiple=1, whole=None):
+        """Limits at step(s): int64 (float64 for multiple=None). whole: what 100% stands for (the block size)."""
+        start, end, duration = self.start, self.end, self.steps(plain_steps)
+        if self.percent and whole:
+            start, end = (max(1, round(v * whole / 100)) for v in (start, end))
+        if self.shape == "constant":
+            t = np.asarray(step)
+            return snap(np.full(t.shape, float(start)), t >= duration, start, end, multiple)
+        if self.shape.partition(".py:")[1]:
+            f = load_function(self.shape)
+            t = np.asarray(step)
+            d = np.array([float(f(int(i))) for i in t.ravel()]).reshape(t.shape)
+            return snap(np.clip(d, start, end), d >= end, start, end, multiple)
+        return pace(step, start, end, duration, {"linear": 1, "sqrt": 2}.get(self.shape) or int(self.shape[4:]), multiple)
+
+
+def load_function(spec):
+    """The user's own FILE.py:FUNCTION, the only code that a flag ever loads."""
+    file, _, name = spec.rpartition(":")
+    if not Path(file).is_file():
+        raise ValueError(f"{spec}: there is no file {file}; give it as FILE.py:FUNCTION")
+    module_spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{spec}: {file} has no function {name}")
+    return getattr(module, name)
+
+
+# -----------------------------------------------------------------------------
+# admission: the first step at which a sample may be drawn
+
+NEVER = np.iinfo(np.int32).max
+
+
+def admission(values, p, n_steps, plain_steps):
+    """First step at which each sample is admitted by one metric. values: (N,) numbers; returns (N,) int32.
+
+    By value: metric <= d(t). By percentile: the ceil(N * d(t) / 100) easiest, at least 1, ties by sample id
+    (2212.03597 section 3.1). Samples that no step admits get NEVER. Costs one sort of the column.
+    """
+    n = len(values)
+    # a bound with a fraction means a scale finer than 1 (a compression ratio, a loss), which must not be floored away
+    multiple = 1 if p.percent or (p.start.is_integer() and p.end.is_integer()) else None
+    limit = p.at(np.arange(n_steps), plain_steps, multiple)
+    if (np.diff(limit) < 0).any():
+        raise ValueError(f"--pool={p.text}: the limit falls at step {int(np.argmax(np.diff(limit) < 0)) + 1}; a pool can only grow")
+    level, first = np.unique(limit, return_index=True)          # (n_levels,) and the step where each begins
+    first = np.append(first, NEVER).astype(np.int32)
+    if not p.percent:
+        return first[np.searchsorted(level, values, side="left")]
+    size = np.maximum(1, -(-n * level.astype(np.int64) // 100))  # pool size at each level
+    out = np.empty(n, np.int32)
+    out[np.argsort(values, kind="stable")] = first[np.searchsorted(size, np.arange(n), side="right")]
+    return out
+
+
+def admission_steps(columns, paces, n_steps, plain_steps):
+    """Admission step of every sample under several metrics: (N,) int32. A sample is in when every metric admits it
+    (intersection), so its step is the maximum over the metrics. Refuses a run that would begin with an empty pool."""
+    steps = None
+    for values, p in zip(columns, paces):
+        if not np.isfinite(values).all():
+            raise ValueError(f"--pool={p.text}: sample {int(np.argmin(np.isfinite(values)))} has no finite {p.name}")
+        s = admission(values, p, n_steps, plain_steps)
+        steps = s if steps is None else np.maximum(steps, s)
+    if steps.min() > 0:
+        what = "; ".join(f"{p.text} begins at {p.start:g}{'%' * p.percent}, the easiest sample has {np.min(v):g}"
+                         for v, p in zip(columns, paces))
+        raise ValueError(f"--pool: no sample is admitted at step 0 ({what}); start higher, or by percentile as in --pool=voc:1%..100%:40%")
+    return steps
+
+
+# -----------------------------------------------------------------------------
+# the sampler
+
+
+class Sampler:
+    """Sample ids of every step: uniform over the pool, without replacement, equal for any number of ranks.
+
+    A pass hands out each admitted sample at most once; samples admitted meanwhile join the pass under way; when
+    it is used up, the next pass begins over all admitted so far. ids(step) is a function of (seed, step, batch size):
+    nothing is saved for a resume, the draws are replayed (50 to 200 us a step).
+    Memory: two int32 arrays of N. `admitted_at`: (N,) from admission_steps, or None for everything at once.
+    """
+
+    def __init__(self, n_samples, global_batch, seed, admitted_at=None):
+        if n_samples < 1 or global_batch < 1:
+            raise ValueError(f"a sampler needs samples and a batch, not {n_samples} and {global_batch}")
+        self.n, self.batch, self.seed = n_samples, global_batch, seed
+        if admitted_at is None:
+            self.order, self.steps, self.sizes = np.arange(n_samples, dtype=np.int32), np.zeros(1), np.array([n_samples])
+        else:
+            self.order = np.argsort(admitted_at, kind="stable").astype(np.int32)   # every pool is a prefix of this
+            self.steps, counts = np.unique(admitted_at, return_counts=True)
+            self.sizes = counts.cumsum()
+        self.rest = np.empty(n_samples, np.int32)   # rest[:left] = what this pass has still to hand out
+        self._restart()
+
+    def _restart(self):
+        self.rng, self.step, self.left, self.joined, self.passes = np.random.default_rng(self.seed), 0, 0, 0, 0
+
+    def pool_size(self, step):
+        """Samples admitted at step(s)."""
+        i = np.searchsorted(self.steps, step, side="right") - 1
+        return np.where(i >= 0, self.sizes[np.maximum(i, 0)], 0) if np.ndim(step) else int(self.sizes[i]) if i >= 0 else 0
+
+    def ids(self, step):
+        """Sample ids of the global batch of `step`: (global_batch,) int64. Cheapest when asked in order."""
+        if step < self.step:
+            self._restart()
+        while self.step <= step:
+            out = self._draw()
+        return out
+
+    def _draw(self):
+        pool = self.pool_size(self.step)
+        new = pool - self.joined
+        if new:                                     # newcomers join the pass under way
+            self.rest[self.left:self.left + new] = self.order[self.joined:pool]
+            self.left, self.joined = self.left + new, pool
+        picked, need = [], self.batch
+        while need:
+            if not self.left:                       # the pass is used up: the next one is over all admitted so far
+                self.rest[:pool] = self.order[:pool]
+                self.left, self.passes = pool, self.passes + 1
+            n = min(need, self.left)
+            j = self.rng.choice(self.left, n, replace=False)     # n different places, in random order
+            picked.append(self.rest[j])
+            # close the gaps: what survives of the last n places moves into the places that were taken before them
+            tail, survives = self.left - n, np.ones(n, bool)
+            survives[j[j >= tail] - tail] = False
+            self.rest[j[j < tail]] = self.rest[tail:self.left][survives]
+            self.left, need = tail, need - n
+        self.step += 1
+        return np.concatenate(picked).astype(np.int64)
+
+
+# -----------------------------------------------------------------------------
+# what happens to the drawn rows when the length is paced
+
+
+def truncate(rows, length):
+    """Keep the first `length` inputs of each row. rows: (B, T+1) tokens; returns x, y of (B, length), y shifted by one."""
+    return rows[:, :length], rows[:, 1:length + 1]
+
+
+def reshape(rows, length, ignore=-1):
+    """Cut each row into pieces of `length`, so that nothing is thrown away; positions restart in each piece.
+
+    rows: (B, T+1) tokens; returns x, y of (B * ceil(T / length), length). Where length does not divide T the last
+    piece is shorter: it is padded with token 0 and its labels with `ignore`, so that it weighs what it holds.
+    """
+    b, t = rows.shape[0], rows.shape[1] - 1
+    pieces = -(-t // length)
+    x = np.zeros((b, pieces * length), rows.dtype)
+    y = np.full((b, pieces * length), ignore, np.int64)
+    x[:, :t], y[:, :t] = rows[:, :-1], rows[:, 1:]
+    return x.reshape(b * pieces, length), y.reshape(b * pieces, length)     # (B, P*L) -> (B*P, L)

@@ -1,0 +1,241 @@
+"""Token stores and rows: from sample ids to the (B, T+1) tokens of a batch, prepared ahead by one thread.
+
+A store is a folder: meta.json, train.bin and val.bin (raw uint16 or uint32, as nanoGPT writes them), read through a
+memory map, so that its size is limited by the disk alone; the pages it touches are file-backed (RssFile in
+/proc/self/status) and the kernel takes them back when it needs them. Difficulty columns lie in T<block_size>/.
+Made by:  python data_analyze.py --text=my_folder --out=data/mine
+"""
+import argparse
+import dataclasses
+import difflib
+import inspect
+import json
+import os
+import queue
+import re
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import numpy as np
+
+
+def write_atomic(path, write):
+    """Call write(file) on a temporary name beside `path`, sync it to disk, rename it into place. On any error the
+    temporary file goes and what stood under the name before stays."""
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_meta(folder):
+    """meta.json of a store, checked against its files. Raises ValueError naming the file at fault."""
+    folder = Path(folder)
+    if not (folder / "meta.json").is_file():
+        raise ValueError(f"{folder} holds no meta.json; make the data with: python data_analyze.py --text=FILE_OR_FOLDER --out={folder}")
+    meta = json.loads((folder / "meta.json").read_text())
+    for split, tokens in meta["tokens"].items():
+        file, want = folder / f"{split}.bin", tokens * np.dtype(meta["dtype"]).itemsize
+        size = file.stat().st_size if file.is_file() else -1
+        if size != want and not (want == 0 and size == -1):
+            raise ValueError(f"{file} has {'no file' if size < 0 else f'{size} bytes'}, meta.json promises {want}; make the data again")
+    return meta
+
+
+class Store:
+    """The samples of one split. Sample i = tokens[i*T : i*T + T + 1]: T inputs and the label of the last one. Samples do
+    not overlap; the last label is the next sample's first input. What is left at the end (under T + 1) is not used."""
+
+    def __init__(self, folder, split, block_size):
+        self.folder, self.split, self.block_size, self.meta = Path(folder), split, block_size, read_meta(folder)
+        n = self.meta["tokens"].get(split, 0)
+        self.n_samples = max(0, n - 1) // block_size
+        if not self.n_samples:
+            raise ValueError(f"{self.folder}/{split}.bin has {n} tokens; one sample of --block_size={block_size} needs {block_size + 1}: "
+                             "give more text or a smaller --block_size")
+        self.tokens = np.memmap(self.folder / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
+        self._windows = np.lib.stride_tricks.sliding_window_view(self.tokens, block_size + 1)[::block_size]   # a view, no copy
+
+    def rows(self, ids):
+        """(B,) sample ids -> (B, T+1) int64 tokens. Raises ValueError where a token lies outside the vocabulary."""
+        rows = self._windows[ids].astype(np.int64)
+        if rows.size and rows.max() >= self.meta["vocab_size"]:
+            raise ValueError(f"{self.folder}/{self.split}.bin holds token {rows.max()}, meta.json promises vocab_size {self.meta['vocab_size']}")
+        return rows
+
+    def column(self, metric):
+        """One difficulty a sample, (N,), as written by data_analyze.py. Refuses a column of other data by its fingerprint."""
+        base = self.folder / f"T{self.block_size}" / metric
+        again = f"python data_analyze.py --data={self.folder} --block_size={self.block_size} --metric={metric}"
+        if not base.with_suffix(".npy").is_file() or not base.with_suffix(".json").is_file():
+            raise ValueError(f"{base}.npy is missing; make it with: {again}")
+        info = json.loads(base.with_suffix(".json").read_text())
+        if info["fingerprint"] != self.meta["fingerprint"]:
+            raise ValueError(f"{base}.npy belongs to other data ({info['fingerprint']}, not {self.meta['fingerprint']}); make it again: {again}")
+        values = np.load(base.with_suffix(".npy"), mmap_mode="r")
+        if len(values) != self.n_samples:
+            raise ValueError(f"{base}.npy has {len(values)} values for {self.n_samples} samples; make it again: {again}")
+        return values
+
+
+def prefetch(make, start, stop, ahead=2):
+    """Yield make(i) for i in start..stop-1, computed up to `ahead` items early by one thread. An error in make() is
+    raised here. Nothing is counted by the thread, so what was made but not consumed is no part of any state."""
+    todo, done = queue.Queue(), threading.Event()
+    slots = threading.Semaphore(ahead)
+
+    def work():
+        for i in range(start, stop):
+            slots.acquire()
+            if done.is_set():
+                return
+            try:
+                todo.put((make(i), None))
+            except BaseException as e:      # hand it to the consumer, who is in a place to report it
+                todo.put((None, e))
+                return
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        for _ in range(start, stop):
+            item, error = todo.get()
+            if error is not None:
+                raise error
+            slots.release()
+            yield item
+    finally:
+        done.set()
+        slots.release()
+        thread.join()
+
+
+# -----------------------------------------------------------------------------
+# tokenizers: `bytes`, a trained BPE, or any tiktoken encoding; all saved as JSON
+
+LONGEST_RUN = 65_536    # more white space than this in one run overflows the stack of tiktoken's regular expressions
+
+
+def tiktoken_encoding(name, limit_s=20):
+    """tiktoken.get_encoding, refused within limit_s seconds where its vocabulary is neither cached nor to be fetched."""
+    import tiktoken
+    result = []
+
+    def load():
+        try:
+            result.append(tiktoken.get_encoding(name))
+        except Exception as e:
+            result.append(e)
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if result and not isinstance(result[0], Exception):
+        return result[0]
+    if name not in tiktoken.list_encoding_names():
+        raise ValueError(f"--tokenizer={name} is unknown; it takes bpe, bytes, a tokenizer.json, or one of {', '.join(tiktoken.list_encoding_names())}")
+    why = type(result[0]).__name__ if result else f"no answer in {limit_s} s"
+    raise ValueError(f"--tokenizer={name}: its vocabulary file is not cached and cannot be fetched ({why}); put it into a folder under "
+                     "the name that tiktoken gives it (the SHA-1 of its address) and set TIKTOKEN_CACHE_DIR, or use --tokenizer=bpe")
+
+
+class Tokenizer:
+    """spec: {"kind": "bytes"} | {"kind": "tiktoken", "name"} | {"kind": "bpe", "pattern", "ranks": [latin-1 strings]}.
+    eot_id stands at the end of every document. The spelling of a special token inside a text is ordinary text."""
+
+    def __init__(self, spec):
+        self.spec, self.encoding = spec, None
+        if spec["kind"] == "bytes":
+            self.vocab_size, self.eot_id = 257, 256
+            return
+        if spec["kind"] == "tiktoken":
+            self.encoding = tiktoken_encoding(spec["name"])
+        else:
+            import tiktoken
+            ranks = {s.encode("latin-1"): i for i, s in enumerate(spec["ranks"])}
+            self.encoding = tiktoken.Encoding("winnow-bpe", pat_str=spec["pattern"], mergeable_ranks=ranks,
+                                              special_tokens={"<|endoftext|>": len(ranks)})
+        self.vocab_size, self.eot_id = self.encoding.n_vocab, self.encoding.eot_token
+
+    def encode(self, text):
+        """str -> (n,) uint32 array, without eot_id. A run of white space over LONGEST_RUN is encoded in pieces."""
+        if self.encoding is None:
+            return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
+        pieces = [text]
+        if len(text) > LONGEST_RUN and (run := re.search(rf"\s{{{LONGEST_RUN}}}", text)):
+            pieces = [text[:run.start()]] + [text[i:i + LONGEST_RUN] for i in range(run.start(), len(text), LONGEST_RUN)]
+        return np.concatenate([self.encoding.encode_to_numpy(p, disallowed_special=()) for p in pieces])
+
+    def decode(self, ids):
+        """Token ids -> str; bytes that are no UTF-8 become U+FFFD, eot_id becomes <|endoftext|>."""
+        ids = [int(i) for i in ids]
+        if self.encoding is not None:
+            return self.encoding.decode(ids)
+        return b"".join(bytes([i]) if i < 256 else b"<|endoftext|>" for i in ids).decode(errors="replace")
+
+
+# -----------------------------------------------------------------------------
+# the command line: one flat dataclass whose trailing comments are its help
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ValueError(f"{message}; --help lists the flags")
+
+
+def _int(text):
+    value = float(text)
+    if value != int(value):
+        raise ValueError
+    return int(text) if text.lstrip("-").isdigit() else int(value)
+
+
+def _bool(text):
+    return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
+
+
+def parse_flags(cls, argv, about):
+    """Read --flag=value into dataclass `cls`. Returns (config, the set of flags given). Types are those of the fields:
+    int takes 1e6, bool takes true/false or nothing, list fields repeat. Raises ValueError with the nearest flag's name."""
+    help_of = dict(re.findall(r"^    (\w+):[^#\n]*#\s*(.*)$", inspect.getsource(cls), re.M))
+    parser = _Parser(description=about, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    names = [f.name for f in dataclasses.fields(cls)]
+    for word in argv:
+        name = word.lstrip("-").partition("=")[0]
+        if name not in names and name not in ("help", "h"):
+            near = difflib.get_close_matches(name, names, 1)
+            raise ValueError(f"{word} is no flag of this command" + (f"; did you mean --{near[0]}?" if near else "; --help lists the flags"))
+        if not word.startswith("--") and word != "-h":
+            raise ValueError(f"{word}: flags begin with two dashes: --{word.lstrip('-')}")
+    for f in dataclasses.fields(cls):
+        kind = type(f.default) if f.default is not dataclasses.MISSING else list
+        extra = {"nargs": "?", "const": True, "metavar": "BOOL"} if kind is bool else {"action": "append"} if kind is list else {}
+        parser.add_argument(f"--{f.name}", type={int: _int, bool: _bool, float: float}.get(kind, str), default=argparse.SUPPRESS,
+                            help=f"{help_of.get(f.name, '').replace('%', '%%')} (default: {f.default if kind is not list else ''})", **extra)
+    # "--flag value" would be ambiguous with a bool; every word is its own flag
+    try:
+        given = vars(parser.parse_args(argv))
+    except KeyError as e:
+        raise ValueError(f"{e} is neither true nor false") from None
+    return cls(**given), set(given)
+
+
+def run_command(main):
+    """Call main(); a ValueError of ours is the user's mistake: one line, exit code 2. One raised anywhere else is a fault
+    of the program and keeps its traceback."""
+    try:
+        main()
+    except ValueError as e:
+        frame = traceback.extract_tb(e.__traceback__)[-1]
+        if Path(frame.filename).resolve().parent != Path(__file__).resolve().parent:
+            raise
+        rank = os.environ.get("RANK")
+        print(f"{'' if rank is None else f'[rank {rank}] '}error: {e}", file=sys.stderr, flush=True)
+        sys.exit(2)
