@@ -101,6 +101,11 @@ class Pace:
             return snap(np.clip(d, start, end), d >= end, start, end, multiple)
         return pace(step, start, end, duration, {"linear": 1, "sqrt": 2}.get(self.shape) or int(self.shape[4:]), multiple)
 
+    def limit(self, step, plain_steps):
+        """The difficulty limit of a pool at step(s). A bound with a fraction (0.2..0.9) means a scale finer than 1, a
+        compression ratio or a loss, and is not rounded."""
+        return self.at(step, plain_steps, 1 if self.percent or self.start % 1 == self.end % 1 == 0 else None)
+
 
 def load_function(spec):
     """The user's own FILE.py:FUNCTION, the only code that a flag ever loads."""
@@ -127,10 +132,7 @@ def admission(values, p, n_steps, plain_steps):
     By value: metric <= d(t). By percentile: the ceil(N * d(t) / 100) easiest, at least 1, ties by sample id
     (2212.03597 section 3.1). Samples that no step admits get NEVER. Costs one sort of the column.
     """
-    n = len(values)
-    # a bound with a fraction means a scale finer than 1 (a compression ratio, a loss), which must not be floored away
-    multiple = 1 if p.percent or (p.start.is_integer() and p.end.is_integer()) else None
-    limit = p.at(np.arange(n_steps), plain_steps, multiple)
+    n, limit = len(values), p.limit(np.arange(n_steps), plain_steps)
     if (np.diff(limit) < 0).any():
         raise ValueError(f"--pool={p.text}: the limit falls at step {int(np.argmax(np.diff(limit) < 0)) + 1}; a pool can only grow")
     level, first = np.unique(limit, return_index=True)          # (n_levels,) and the step where each begins

@@ -205,7 +205,7 @@ def parse_flags(cls, argv, about):
     """Read --flag=value into dataclass `cls`. Returns (config, the set of flags given). Types are those of the fields:
     int takes 1e6, bool takes true/false or nothing, list fields repeat. Raises ValueError with the nearest flag's name."""
     help_of = dict(re.findall(r"^    (\w+):[^#\n]*#\s*(.*)$", inspect.getsource(cls), re.M))
-    parser = _Parser(description=about, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = _Parser(description=about, allow_abbrev=False)
     names = [f.name for f in dataclasses.fields(cls)]
     for word in argv:
         name = word.lstrip("-").partition("=")[0]
@@ -218,7 +218,7 @@ def parse_flags(cls, argv, about):
         kind = type(f.default) if f.default is not dataclasses.MISSING else list
         extra = {"nargs": "?", "const": True, "metavar": "BOOL"} if kind is bool else {"action": "append"} if kind is list else {}
         parser.add_argument(f"--{f.name}", type={int: _int, bool: _bool, float: float}.get(kind, str), default=argparse.SUPPRESS,
-                            help=f"{help_of.get(f.name, '').replace('%', '%%')} (default: {f.default if kind is not list else ''})", **extra)
+                            help=f"{help_of[f.name]}{'' if kind is list else f' (default: {f.default})'}".replace("%", "%%"), **extra)
     # "--flag value" would be ambiguous with a bool; every word is its own flag
     try:
         given = vars(parser.parse_args(argv))

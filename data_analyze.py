@@ -323,7 +323,8 @@ def main():
     else:
         cfg.errors = "replace" if "errors" not in given else cfg.errors
         build(embedded_files(), cfg, Path(cfg.out or EMBEDDED), f"standard library of Python {sys.version.split()[0]}")
-    analyze(cfg.data or cfg.out or EMBEDDED, cfg.block_size, metrics)
+    if metrics:
+        analyze(cfg.data or cfg.out or EMBEDDED, cfg.block_size, metrics)
 
 
 if __name__ == "__main__":

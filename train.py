@@ -12,6 +12,7 @@ Paper: "DeepSpeed Data Efficiency", arXiv 2212.03597.
 """
 import contextlib
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -24,7 +25,6 @@ import zlib
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -34,8 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 import curriculum
 import data
 import ltd
-from curriculum import Pace
 from model import GPT, SIZES, forward_flops
+from plan import make_plan, print_plan
 
 EMBEDDED = "data/stdlib"
 
@@ -55,7 +55,7 @@ class Config:
     bias: bool = False          # biases in Linear and LayerNorm
     init_std: float = 0.02      # standard deviation of the initial weights
     # budget, batch, optimizer
-    train_tokens: int = 4_000_000  # the budget, counted in --budget units
+    train_tokens: int = 2_000_000  # the budget, counted in --budget units
     budget: str = "layer_tokens"  # layer_tokens (compute), tokens (with a loss), or steps (each counted as a plain one)
     global_batch: int = 16      # samples an optimizer step, over all ranks and micro-batches
     batch_size: int = 16        # samples a micro-batch on one rank, at most
@@ -113,123 +113,6 @@ FREE = {"device", "compile", "recompute", "dist_timeout", "out", "resume", "over
         "log_interval", "stop_step", "trace", "wandb", "plan", "plot", "sample", "prompt", "max_new_tokens", "temperature", "top_k", "batch_size"}
 
 # -----------------------------------------------------------------------------
-# the plan
-
-
-def lr_at(c, peak, floor, warmup, decay, kind="cosine"):
-    """Learning rate after c tokens, the step under way included (2212.03597 section 3.3). c: number or array.
-
-    peak * c / warmup up to c = warmup, then down to floor at c = decay (cosine, linear) or level (constant); floor from
-    decay on. Raises ValueError where the warm-up is longer than the decay."""
-    if kind not in ("cosine", "linear", "constant"):
-        raise ValueError(f"--lr_decay={kind} is unknown; it takes cosine, linear or constant")
-    if warmup > decay and kind != "constant":
-        raise ValueError(f"--warmup_tokens ({warmup:g}) must not be above --decay_tokens ({decay:g})")
-    c = np.asarray(c, np.float64)
-    x = np.clip((c - warmup) / max(decay - warmup, 1), 0, 1)
-    down = {"cosine": (1 + np.cos(np.pi * x)) / 2, "linear": 1 - x, "constant": np.ones_like(x)}[kind]
-    lr = np.where(c < warmup, peak * c / max(warmup, 1), floor + (peak - floor) * down)
-    return np.where(c >= decay, floor, lr) if kind != "constant" else lr
-
-
-def effective_length(length, keep, n_layer, n_ltd):
-    """Layer-tokens a row: floor((L * dense layers + K * dropped layers) / layers), as the published recipes count."""
-    return (length * (n_layer - n_ltd) + keep * n_ltd) // n_layer
-
-
-def amount(text, whole, flag):
-    """A number of tokens, or a percentage of `whole`."""
-    try:
-        return float(text.rstrip("%")) * (whole / 100 if text.endswith("%") else 1)
-    except ValueError:
-        raise ValueError(f"{flag}={text} must be a number or a percentage, as 3e9 or 2%") from None
-
-
-def make_plan(cfg, column=None, n_samples=0):
-    """The run as arrays, one entry a step: length, keep, rows, sampled, tokens, layer_tokens, lr, limits, pool.
-
-    column(metric) -> (N,) difficulties; without it (a plan for data that are elsewhere) the pool stays unknown.
-    DURATION in % is of the steps that a plain run of this budget takes. Raises ValueError for settings that make no run.
-    """
-    T, B, L = cfg.block_size, cfg.global_batch, cfg.n_layer
-    for flag in ("train_tokens", "global_batch", "batch_size", "block_size", "n_layer", "n_head", "n_embd", "eval_interval", "save_interval", "log_interval"):
-        if getattr(cfg, flag) < 1:
-            raise ValueError(f"--{flag}={getattr(cfg, flag)} must be at least 1")
-    for flag, values in (("budget", ("layer_tokens", "tokens", "steps")), ("lr_unit", ("layer_tokens", "tokens", "steps", ""))):
-        if getattr(cfg, flag) not in values:
-            raise ValueError(f"--{flag}={getattr(cfg, flag)} is unknown; it takes {', '.join(filter(None, values))}")
-    p = SimpleNamespace(plain_steps=-(-cfg.train_tokens // (B * T)), pools=[], mode="off", admitted=None)
-    pools = [] if cfg.pool == ["off"] else cfg.pool
-    p.pools = [Pace.parse(text) for text in pools]
-    seq = drop = None
-    if cfg.seqlen != "off":
-        seq = Pace.parse(cfg.seqlen, "--seqlen", "truncate:25%..100%:40%")
-        p.mode = seq.name
-        if p.mode not in ("truncate", "reshape"):
-            raise ValueError(f"--seqlen={cfg.seqlen}: the mode must be truncate or reshape, as in --seqlen=truncate:25%..100%:40%")
-    if cfg.ltd != "off":
-        drop = Pace.parse(cfg.ltd, "--ltd", "25%..100%:70%", named=False)
-        if L < 3:
-            raise ValueError(f"--ltd drops tokens in all layers but the first and the last: --n_layer={L} leaves none; take 3 or more, or --ltd=off")
-    for pace, flag in ((seq, "seqlen"), (drop, "ltd")):
-        if pace and not pace.percent and (pace.end > T or pace.start < 1):
-            raise ValueError(f"--{flag}={getattr(cfg, flag)} must stay within 1..{T} (--block_size)")
-    n_ltd, n = L - 2 if drop else 0, p.plain_steps
-    while True:
-        t = np.arange(n)
-        p.length = seq.at(t, p.plain_steps, cfg.seqlen_multiple, T) if seq else np.full(n, T)
-        p.keep = np.minimum(drop.at(t, p.plain_steps, cfg.ltd_multiple, T), p.length) if drop else p.length
-        p.rows = B * -(-T // p.length) if p.mode == "reshape" else np.full(n, B)
-        p.sampled = np.full(n, B * T)
-        p.tokens = p.sampled if p.mode == "reshape" else B * p.length
-        p.layer_tokens = p.rows * effective_length(p.length, p.keep, L, n_ltd)
-        units = {"layer_tokens": p.layer_tokens, "tokens": p.tokens, "steps": p.sampled}
-        spent = units[cfg.budget].cumsum()
-        if spent[-1] >= cfg.train_tokens:
-            break
-        n *= 2
-    p.steps = int(np.searchsorted(spent, cfg.train_tokens)) + 1
-    warmup, decay = (amount(getattr(cfg, f), cfg.train_tokens, f"--{f}") for f in ("warmup_tokens", "decay_tokens"))
-    if decay <= 0 and cfg.lr_decay != "constant":
-        raise ValueError("--decay_tokens=0 leaves nothing to decay over; for a level rate give --lr_decay=constant")
-    p.lr = lr_at(units[cfg.lr_unit or cfg.budget].cumsum(), cfg.learning_rate, cfg.min_lr, warmup, decay, cfg.lr_decay)
-    for name in ("length", "keep", "rows", "sampled", "tokens", "layer_tokens", "lr"):
-        setattr(p, name, getattr(p, name)[:p.steps])
-    p.limits = {pool.name: pool.at(np.arange(p.steps), p.plain_steps, 1 if pool.percent or (pool.start % 1 == pool.end % 1 == 0) else None) for pool in p.pools}
-    if column and p.pools:
-        p.admitted = curriculum.admission_steps([column(pool.name) for pool in p.pools], p.pools, p.steps, p.plain_steps)
-        level, count = np.unique(p.admitted, return_counts=True)
-        p.pool = np.append(0, count.cumsum())[np.searchsorted(level, np.arange(p.steps), side="right")]
-    else:
-        p.pool = np.full(p.steps, n_samples)
-    return p
-
-
-def print_plan(cfg, p, plot):
-    total = {k: int(getattr(p, k).sum()) for k in ("sampled", "tokens", "layer_tokens")}
-    names = " ".join(f"{name:>9.9}" for name in p.limits)
-    print(f"{'step':>8} {names} {'pool':>10} {'length':>7} {'keep':>6} {'rows':>6} {'sampled':>13} {'with loss':>13} {'layer-tokens':>13} {'lr':>9}")
-    done = {k: getattr(p, k).cumsum() for k in total}
-    for t in sorted({round(i * (p.steps - 1) / 20) for i in range(21)}):
-        limits = " ".join(f"{v[t]:>9g}" for v in p.limits.values())
-        print(f"{t:>8} {limits} {p.pool[t] or '-':>10} {p.length[t]:>7} {p.keep[t]:>6} {p.rows[t]:>6} "
-              f"{done['sampled'][t]:>13,} {done['tokens'][t]:>13,} {done['layer_tokens'][t]:>13,} {p.lr[t]:>9.3g}")
-    print(f"---\nsteps: {p.steps}\nplain_steps: {p.plain_steps}\ntokens_sampled: {total['sampled']}\n"
-          f"tokens_with_loss: {total['tokens']}\nlayer_tokens: {total['layer_tokens']}")
-    if plot:
-        import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-        series = {"pool (samples)": p.pool, "length and kept tokens": np.stack([p.length, p.keep], 1), "learning rate": p.lr}
-        _, axes = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
-        for ax, (title, y) in zip(axes, series.items()):
-            ax.plot(y)
-            ax.set(title=title, xlabel="step")
-        plt.savefig("plan.png", dpi=120)
-        print("plan.png: pool, length, kept tokens and learning rate over the steps")
-
-
-# -----------------------------------------------------------------------------
 # the pieces of a run
 
 
@@ -247,8 +130,6 @@ def settle(cfg, given, device):
     if size is GPU_SIZE:
         print0(f"default size for a GPU: {GPU_SIZE}")
     cfg.pool = cfg.pool or list(POOL)
-    if "off" in cfg.pool and len(cfg.pool) > 1:
-        raise ValueError("--pool=off cannot stand beside another --pool")
 
 
 def pick_device(cfg):
@@ -261,6 +142,15 @@ def pick_device(cfg):
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype={dtype} is unknown; it takes float32, bfloat16 or float16")
     return device, dtype
+
+
+def plan_of(cfg, store):
+    """The Plan of a Config. store: the training split, or None where the data are elsewhere."""
+    for flag in ("batch_size", "n_head", "n_embd", "eval_interval", "save_interval", "log_interval", "keep_ckpts"):
+        if getattr(cfg, flag) < 1:
+            raise ValueError(f"--{flag}={getattr(cfg, flag)} must be at least 1")
+    flags = {name: getattr(cfg, name) for name in inspect.signature(make_plan).parameters if hasattr(cfg, name)}
+    return make_plan(**flags, column=store and store.column, n_samples=store.n_samples if store else 0)
 
 
 def print0(*args):
@@ -380,7 +270,7 @@ def main():
     if cfg.plan:
         have = (Path(cfg.data) / "meta.json").is_file()
         store = data.Store(cfg.data, "train", cfg.block_size) if have else None
-        return print_plan(cfg, make_plan(cfg, store and store.column, store.n_samples if have else 0), cfg.plot)
+        return print_plan(plan_of(cfg, store), cfg.plot)
     if cfg.plot:
         raise ValueError("--plot draws the plan: give it with --plan (a run's loss.png is always drawn)")
     if cfg.data == EMBEDDED:
@@ -388,7 +278,7 @@ def main():
     store = data.Store(cfg.data, "train", cfg.block_size)
     if cfg.global_batch < world:
         raise ValueError(f"--global_batch={cfg.global_batch} gives {world} ranks less than one sample each; take at least {world}")
-    plan = make_plan(cfg, store.column, store.n_samples)        # refuses what cannot run before anything is written
+    plan = plan_of(cfg, store)                                  # refuses what cannot run, before anything is written
     tokenizer = data.Tokenizer(json.loads((Path(cfg.data) / "tokenizer.json").read_text())) if (Path(cfg.data) / "tokenizer.json").is_file() else None
 
     # weights: the same on every rank, whatever the device
@@ -403,6 +293,8 @@ def main():
                 cfg.init_std, cfg.recompute, torch_dtype).to(device)
     if found:
         model.load_state_dict(found[1]["model"])
+        if found[1]["step"] == plan.steps and not cfg.sample:
+            return print0(f"{found[0]} is the end of its run: nothing is left to do")
 
     def sample(prompt, n):
         """n tokens after the prompt, decoded; the same for the same seed."""
@@ -497,7 +389,6 @@ def main():
 
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
-    spent = {k: np.append(0, getattr(plan, k).cumsum()) for k in ("sampled", "tokens", "layer_tokens")}
     n_ltd = len(model.ltd_layers) if cfg.ltd != "off" else 0
     flops = [3 * r * forward_flops(cfg.n_layer, cfg.n_embd, store.meta["vocab_size"], int(T), int(K), n_ltd)
              for r, T, K in zip(plan.rows, plan.length, plan.keep)]     # backward = 2 x forward
@@ -510,7 +401,7 @@ def main():
         if (step % cfg.eval_interval == 0 and step > start) or step == 0 or end:
             val_loss = evaluate()
             print0(f"step {step:05d}/{plan.steps:05d} | validation loss {val_loss:.4f}")
-            record = {"step": step, "val_loss": val_loss, "seconds": seconds, **{k: int(v[step]) for k, v in spent.items()}}
+            record = {"step": step, "val_loss": val_loss, "seconds": seconds, **{k: int(v[step]) for k, v in plan.spent.items()}}
             if rank == 0:
                 append_line(log, record)
                 run and run.log(record)
@@ -569,12 +460,12 @@ def main():
         speed = (speed + [(dt, n, flops[step])])[-20:] if step > start + 2 else []       # the first steps warm caches up
         if trace is not None:
             append_line(trace, {"step": step, "rank": rank, "sample_ids": ids.tolist(), "difficulty": {k: float(v[step]) for k, v in plan.limits.items()},
-                                "ltd_keep": K, "ltd_hash": hashes, "lr": float(plan.lr[step]), "tokens_seen": int(spent["tokens"][step + 1]),
-                                "layer_tokens": int(spent["layer_tokens"][step + 1]), "loss": mean})
+                                "ltd_keep": K, "ltd_hash": hashes, "lr": float(plan.lr[step]), "tokens_seen": int(plan.spent["tokens"][step + 1]),
+                                "layer_tokens": int(plan.spent["layer_tokens"][step + 1]), "loss": mean})
         if rank == 0 and step % cfg.log_interval == 0:
             busy, fed, work = map(sum, zip(*speed)) if speed else (dt, n, flops[step])
             record = {"step": step, "loss": mean, "lr": float(plan.lr[step]), "pool": int(plan.pool[step]), "length": T, "keep": K, "norm": norm, "skipped": skipped,
-                      "ms": dt * 1e3, "tok_s": fed / busy, "seconds": seconds, **{k: int(v[step + 1]) for k, v in spent.items()}}
+                      "ms": dt * 1e3, "tok_s": fed / busy, "seconds": seconds, **{k: int(v[step + 1]) for k, v in plan.spent.items()}}
             record |= {"mfu": work / busy / (peak * world)} if peak else {}
             mfu = f"mfu {record['mfu']:.1%} | " if peak else ""
             eta = sum(flops[step + 1:]) / (work / busy)
@@ -588,8 +479,8 @@ def main():
         plot_loss(out)
         if step == plan.steps:
             print(f"\n{sample(cfg.prompt, cfg.max_new_tokens)}\n")
-        result = {"val_loss": round(val_loss, 4), "tokens_sampled": int(spent["sampled"][step]), "tokens_with_loss": int(spent["tokens"][step]),
-                  "layer_tokens": int(spent["layer_tokens"][step]), "seconds": round(seconds, 1), "steps": f"{step} of {plan.steps}", "skipped": skipped,
+        result = {"val_loss": round(val_loss, 4), "tokens_sampled": int(plan.spent["sampled"][step]), "tokens_with_loss": int(plan.spent["tokens"][step]),
+                  "layer_tokens": int(plan.spent["layer_tokens"][step]), "seconds": round(seconds, 1), "steps": f"{step} of {plan.steps}", "skipped": skipped,
                   "peak_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20) if device != "cpu" else None, "corpus": store.meta["fingerprint"], "out": str(out)}
         print("---\n" + "\n".join(f"{k}: {v}" for k, v in result.items() if v is not None), flush=True)
         run and run.finish()

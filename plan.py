@@ -1,0 +1,141 @@
+"""The plan: a whole run as a table, one row an optimizer step, made before step 0 and never changed.
+
+Each row says how far the pool reaches, how long the rows are, how many tokens the middle layers keep, what that costs
+in layer-tokens and which learning rate goes with it; the table ends where the budget is used up. So nothing about a
+schedule is state: to resume is to go to row N. Learning rate and budget are counted in layer-tokens (the papers'
+"consumed tokens"), a measure of compute, so that a step that costs a tenth decays the rate by a tenth.
+
+Paper: "DeepSpeed Data Efficiency", arXiv 2212.03597 section 3.3. Numpy only. See it:  python train.py --plan
+"""
+from dataclasses import dataclass
+
+import numpy as np
+
+import curriculum
+from curriculum import Pace
+
+
+def lr_at(c, peak, floor, warmup, decay, kind="cosine"):
+    """Learning rate after c tokens, the step under way included (2212.03597 section 3.3). c: number or array.
+
+    peak * c / warmup up to c = warmup, then down to floor at c = decay (cosine, linear); floor from decay on. constant:
+    level after the warm-up. Raises ValueError where the warm-up is longer than the decay."""
+    if kind not in ("cosine", "linear", "constant"):
+        raise ValueError(f"--lr_decay={kind} is unknown; it takes cosine, linear or constant")
+    if warmup > decay and kind != "constant":
+        raise ValueError(f"--warmup_tokens ({warmup:g}) must not be above --decay_tokens ({decay:g})")
+    c = np.asarray(c, np.float64)
+    x = np.clip((c - warmup) / max(decay - warmup, 1), 0, 1)
+    down = {"cosine": (1 + np.cos(np.pi * x)) / 2, "linear": 1 - x, "constant": np.ones_like(x)}[kind]
+    lr = np.where(c < warmup, peak * c / max(warmup, 1), floor + (peak - floor) * down)
+    return lr if kind == "constant" else np.where(c >= decay, floor, lr)
+
+
+def effective_length(length, keep, n_layer, n_ltd):
+    """Layer-tokens of a row: floor((L * dense layers + K * dropped layers) / layers), as the published recipes count."""
+    return (length * (n_layer - n_ltd) + keep * n_ltd) // n_layer
+
+
+def amount(text, whole, flag):
+    """A number of tokens, or a percentage of `whole`."""
+    try:
+        return float(text.rstrip("%")) * (whole / 100 if text.endswith("%") else 1)
+    except ValueError:
+        raise ValueError(f"{flag}={text} must be a number or a percentage, as 3e9 or 2%") from None
+
+
+def check(**values):
+    """Refuse a word that is not in the list given beside it: check(budget=("x", ("tokens", "steps")))."""
+    for flag, (value, allowed) in values.items():
+        if value not in allowed:
+            raise ValueError(f"--{flag}={value} is unknown; it takes {', '.join(filter(None, allowed))}")
+
+
+@dataclass
+class Plan:
+    """Arrays have one entry a step; `spent` arrays are running sums with a 0 in front, (steps + 1,)."""
+    steps: int              # optimizer steps of the run
+    plain_steps: int        # steps that a run without techniques takes for the same budget; the unit of DURATION in %
+    mode: str               # off, truncate or reshape
+    limits: dict            # metric -> difficulty limit (a percentile or a value)
+    pool: np.ndarray        # samples admitted; 0 = unknown, the data were not at hand
+    length: np.ndarray      # T, tokens a row
+    keep: np.ndarray        # K, tokens a row in the dropped layers; K = T: nothing is dropped
+    rows: np.ndarray        # rows a step (reshape makes several of a sample)
+    tokens: np.ndarray      # tokens with a loss
+    lr: np.ndarray          # learning rate
+    spent: dict             # "sampled" (tokens drawn), "tokens" (with a loss), "layer_tokens" -> running sum
+    admitted: np.ndarray    # (N,) admission step of every sample, or None: all at once
+
+
+def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seqlen, seqlen_multiple, ltd, ltd_multiple,
+              learning_rate, min_lr, warmup_tokens, decay_tokens, lr_decay, lr_unit, column=None, n_samples=0):
+    """The Plan for train.py's flags of the same names. column(metric) -> (N,) difficulties of the n_samples samples;
+    without it (the data are elsewhere) the pool stays unknown. Raises ValueError for settings that make no run."""
+    T, B = block_size, global_batch
+    check(budget=(budget, ("layer_tokens", "tokens", "steps")), lr_unit=(lr_unit, ("layer_tokens", "tokens", "steps", "")))
+    if min(train_tokens, B, T, n_layer, seqlen_multiple, ltd_multiple) < 1:
+        raise ValueError("--train_tokens, --global_batch, --block_size, --n_layer, --seqlen_multiple and --ltd_multiple must be at least 1")
+    if "off" in pool and len(pool) > 1:
+        raise ValueError("--pool=off cannot stand beside another --pool")
+    pools = [] if pool == ["off"] else [Pace.parse(text) for text in pool]
+    seq = None if seqlen == "off" else Pace.parse(seqlen, "--seqlen", "truncate:25%..100%:40%")
+    drop = None if ltd == "off" else Pace.parse(ltd, "--ltd", "25%..100%:70%", named=False)
+    mode = seq.name if seq else "off"
+    if mode not in ("off", "truncate", "reshape"):
+        raise ValueError(f"--seqlen={seqlen}: the mode must be truncate or reshape, as in --seqlen=truncate:25%..100%:40%")
+    if drop and n_layer < 3:
+        raise ValueError(f"--ltd drops tokens in all layers but the first and the last, and --n_layer={n_layer} leaves none: "
+                         "take 3 or more, or --ltd=off")
+    for pace, flag in ((seq, f"--seqlen={seqlen}"), (drop, f"--ltd={ltd}")):
+        if pace and not pace.percent and not 1 <= pace.start <= pace.end <= T:
+            raise ValueError(f"{flag} must stay within 1..{T} (--block_size)")
+
+    plain_steps = -(-train_tokens // (B * T))
+    n, n_ltd = plain_steps, n_layer - 2 if drop else 0
+    while True:     # techniques make steps cheaper, so the budget lasts for more of them: how many shows when it is spent
+        t = np.arange(n)
+        length = seq.at(t, plain_steps, seqlen_multiple, T) if seq else np.full(n, T)
+        keep = np.minimum(drop.at(t, plain_steps, ltd_multiple, T), length) if drop else length
+        rows = B * -(-T // length) if mode == "reshape" else np.full(n, B)
+        tokens = np.full(n, B * T) if mode == "reshape" else B * length
+        spent = {"sampled": np.full(n, B * T), "tokens": tokens, "layer_tokens": rows * effective_length(length, keep, n_layer, n_ltd)}
+        spent = {k: np.append(0, v.cumsum()) for k, v in spent.items()}
+        units = spent | {"steps": spent["sampled"]}                     # a step counts what a plain step would
+        if units[budget][-1] >= train_tokens:
+            break
+        n *= 2
+    steps = int(np.searchsorted(units[budget], train_tokens))
+    warmup, decay = amount(warmup_tokens, train_tokens, "--warmup_tokens"), amount(decay_tokens, train_tokens, "--decay_tokens")
+    if decay <= 0 and lr_decay != "constant":
+        raise ValueError(f"--decay_tokens={decay_tokens} leaves nothing to decay over; for a level rate give --lr_decay=constant")
+    lr = lr_at(units[lr_unit or budget][1:steps + 1], learning_rate, min_lr, warmup, decay, lr_decay)
+    t, admitted, size = np.arange(steps), None, np.full(steps, n_samples)
+    if column and pools:
+        admitted = curriculum.admission_steps([column(p.name) for p in pools], pools, steps, plain_steps)
+        level, count = np.unique(admitted, return_counts=True)
+        size = count.cumsum()[np.searchsorted(level, t, side="right") - 1]
+    return Plan(steps, plain_steps, mode, {p.name: p.limit(t, plain_steps) for p in pools}, size, length[:steps], keep[:steps],
+                rows[:steps], tokens[:steps], lr, {k: v[:steps + 1] for k, v in spent.items()}, admitted)
+
+
+def print_plan(p, plot=False):
+    """The table on the screen, 21 rows of it and the totals; plot=True also draws plan.png."""
+    names = " ".join(f"{name:>9.9}" for name in p.limits)
+    print(f"{'step':>8} {names} {'pool':>10} {'length':>7} {'keep':>6} {'rows':>6} {'sampled':>15} {'with loss':>15} {'layer-tokens':>15} {'lr':>9}")
+    for t in sorted({round(i * (p.steps - 1) / 20) for i in range(21)}):
+        limits = " ".join(f"{v[t]:>9g}" for v in p.limits.values())
+        sums = " ".join(f"{p.spent[k][t + 1]:>15,}" for k in ("sampled", "tokens", "layer_tokens"))
+        print(f"{t:>8} {limits} {p.pool[t] or '-':>10} {p.length[t]:>7} {p.keep[t]:>6} {p.rows[t]:>6} {sums} {p.lr[t]:>9.3g}")
+    print(f"---\nsteps: {p.steps}\nplain_steps: {p.plain_steps}\ntokens_sampled: {p.spent['sampled'][-1]}\n"
+          f"tokens_with_loss: {p.spent['tokens'][-1]}\nlayer_tokens: {p.spent['layer_tokens'][-1]}")
+    if plot:
+        import matplotlib
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+        _, axes = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
+        for ax, (title, y) in zip(axes, {"pool (samples)": p.pool, "length, kept tokens": np.stack([p.length, p.keep], 1), "learning rate": p.lr}.items()):
+            ax.plot(y)
+            ax.set(title=title, xlabel="step")
+        plt.savefig("plan.png", dpi=120)
+        print("plan.png: pool, length, kept tokens and learning rate over the steps")

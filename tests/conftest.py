@@ -1,0 +1,78 @@
+"""Shared by all tests: a small store of random words, and the commands run as a user runs them."""
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+torch.set_num_threads(1)
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"}
+
+# the smallest model with two dropped layers, and a run short enough for a test
+TINY = ["--device=cpu", "--n_layer=4", "--n_head=2", "--n_embd=32", "--block_size=64", "--global_batch=8", "--batch_size=4",
+        "--eval_interval=1000", "--eval_samples=8", "--save_interval=1000", "--log_interval=1", "--max_new_tokens=5", "--seed=1"]
+OFF = ["--pool=off", "--seqlen=off", "--ltd=off"]
+ON = ["--pool=voc:30%..100%:40%:sqrt", "--seqlen=truncate:16..64:40%", "--ltd=16..64:70%"]
+
+
+def command(*args, **kw):
+    """Run `python args` in the project; returns the finished process with text output."""
+    kw.setdefault("timeout", 240)
+    kw["env"] = {**ENV, **kw.pop("env", {})}
+    return subprocess.run([sys.executable, *map(str, args)], cwd=kw.pop("cwd", ROOT), capture_output=True, text=True, **kw)
+
+
+def train(*args, ranks=1, **kw):
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    return command(*launcher, ROOT / "train.py", *args, **kw)
+
+
+def ok(process):
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-3000:]
+    return process.stdout
+
+
+def refused(process, *words):
+    """Exit code 2, one line, no traceback, and every word in it."""
+    assert process.returncode == 2, (process.returncode, process.stdout[-1000:], process.stderr[-2000:])
+    assert "Traceback" not in process.stderr and process.stderr.count("error:") >= 1, process.stderr
+    for word in words:
+        assert word in process.stderr, (word, process.stderr)
+    return process.stderr
+
+
+def trace(*files):
+    """(step, rank) -> record; later lines win, as after a resume."""
+    return {(r["step"], r["rank"]): r for f in files for r in map(json.loads, open(f))}
+
+
+def joined(records):
+    """step -> (ids, hashes, loss, lr, keep) over all ranks in order: what must not depend on their number."""
+    out = {}
+    for step, rank in sorted(records):
+        r, old = records[step, rank], out.get(step)
+        out[step] = ((old[0] if old else []) + r["sample_ids"], (old[1] if old else []) + r["ltd_hash"], r["loss"], r["lr"], r["ltd_keep"])
+    return out
+
+
+def write_jsonl(path, documents):
+    path.write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
+    return path
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    """A byte-level store with `voc` for T = 64: 120 documents of random words, about 400 samples."""
+    folder = tmp_path_factory.mktemp("store")
+    r = random.Random(0)
+    words = ["".join(r.choice("abcdefghijklmnop") for _ in range(r.randint(2, 7))) for _ in range(200)]
+    docs = [" ".join(r.choice(words[: r.randint(5, 200)]) for _ in range(45)) for _ in range(120)]
+    write_jsonl(folder / "d.jsonl", docs)
+    ok(command(ROOT / "data_analyze.py", f"--text={folder}/d.jsonl", f"--out={folder}/ds", "--tokenizer=bytes", "--block_size=64", "--val_fraction=0.1"))
+    return folder / "ds"

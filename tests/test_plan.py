@@ -1,0 +1,105 @@
+"""plan.py: learning rates, token accounting, and the step counts of the published GPT-3 recipe."""
+import numpy as np
+import pytest
+
+from plan import effective_length, lr_at, make_plan
+
+PLAIN = dict(train_tokens=100 * 512, budget="layer_tokens", global_batch=8, block_size=64, n_layer=6, pool=["off"], seqlen="off", seqlen_multiple=8,
+             ltd="off", ltd_multiple=16, learning_rate=1e-3, min_lr=1e-4, warmup_tokens="0", decay_tokens="100%", lr_decay="cosine", lr_unit="")
+
+
+def plan(**kw):
+    return make_plan(**{**PLAIN, **kw})
+
+
+def test_learning_rate_has_the_published_values():
+    """C05: the floor is part of the cosine's shape."""
+    gpt3 = dict(peak=2e-4, floor=1e-6, warmup=3e9, decay=300e9)
+    want = {1.5e9: 1e-4, 3e9: 2e-4, 77.25e9: 1.7085712e-4, 151.5e9: 1.005e-4, 225.75e9: 3.0142875e-5, 300e9: 1e-6, 9e12: 1e-6}
+    assert lr_at(list(want), **gpt3).tolist() == pytest.approx(list(want.values()), rel=1e-7)     # the digits published
+    assert lr_at([5120, 8192], 1e-3, 1e-4, 2048, 8192).tolist() == pytest.approx([5.5e-4, 1e-4])
+
+
+@pytest.mark.parametrize("warmup,decay", [(4096, 4096), (0, 4096), (0, 0)])
+def test_learning_rate_has_no_division_by_zero_at_the_edges(warmup, decay):
+    """C02, C03, C04."""
+    lr = lr_at(np.arange(0, 12) * 1024, 1e-3, 1e-4, warmup, decay)
+    assert np.isfinite(lr).all() and (lr <= 1e-3).all() and lr[1] > 0
+    assert lr_at([max(warmup, decay), 1e12], 1e-3, 1e-4, warmup, decay).tolist() == [1e-4, 1e-4]
+
+
+def test_learning_rate_refuses_a_warmup_beyond_the_decay_and_nothing_to_decay_over():
+    """C03."""
+    with pytest.raises(ValueError, match="warmup_tokens"):
+        lr_at(1, 1e-3, 1e-4, 8192, 4096)
+    with pytest.raises(ValueError, match="lr_decay=constant"):
+        plan(decay_tokens="0")
+    assert plan(decay_tokens="0", lr_decay="constant").lr.tolist() == [1e-3] * 100
+
+
+def test_the_first_step_has_a_learning_rate():
+    """C04: the step under way counts."""
+    assert plan(warmup_tokens="50%").lr[0] == pytest.approx(1e-3 / 50)
+
+
+@pytest.mark.parametrize("sizes,want", [((24, 22, 2048, 128), 288), ((24, 22, 2048, 1088), 1168), ((12, 10, 1024, 128), 277), ((24, 22, 1024, 128), 202),
+                                        ((24, 22, 512, 128), 160), ((24, 22, 1064, 656), 690), ((24, 22, 80, 128), 80)])
+def test_effective_length_has_the_published_values(sizes, want):
+    n_layer, n_ltd, length, keep = sizes
+    assert effective_length(length, min(keep, length), n_layer, n_ltd) == want
+
+
+GPT3 = dict(global_batch=512, block_size=2048, n_layer=24)
+CL, LTD = "truncate:80..2048:{}", "128..2048:{}"
+
+
+@pytest.mark.parametrize("budget,seqlen,ltd,steps,sampled", [
+    (300e9, "off", "off", 286_103, None),
+    (300e9, "off", LTD.format(200_000), 372_789, 390.9),
+    (300e9, CL.format(110_000), "off", 339_170, 355.6),
+    (300e9, CL.format(110_000), LTD.format(200_000), 377_264, 395.6),
+    (150e9, "off", "off", 143_052, None),
+    (150e9, "off", LTD.format(100_000), 186_395, None),
+    (150e9, CL.format(55_000), LTD.format(100_000), 188_633, None)])
+def test_the_gpt3_recipe_takes_the_published_steps(budget, seqlen, ltd, steps, sampled):
+    p = plan(**GPT3, train_tokens=int(budget), seqlen=seqlen, ltd=ltd)
+    assert p.steps == steps
+    assert p.spent["layer_tokens"][-2] < budget <= p.spent["layer_tokens"][-1]
+    if sampled:
+        assert round(p.spent["sampled"][-1] / 1e9, 1) == sampled
+
+
+def test_learning_rate_depends_on_tokens_alone():
+    """C06, C07, C09: equal at equal tokens for any length of the rows and any batch; tokens are the default unit."""
+    a, b, c = plan(budget="tokens"), plan(budget="tokens", seqlen="truncate:16..64:40%"), plan(budget="tokens", global_batch=16)
+    lr = dict(zip(a.spent["tokens"][1:].tolist(), a.lr))
+    for p in (b, c):
+        shared = [(lr[t], v) for t, v in zip(p.spent["tokens"][1:].tolist(), p.lr) if t in lr]
+        assert len(shared) > 3 and all(x == y for x, y in shared)
+    assert c.steps * 2 == a.steps
+    by_step = plan(seqlen="truncate:16..64:40%", lr_unit="steps")
+    assert by_step.lr[10] == plan().lr[10]
+
+
+def test_budget_units_end_a_run_where_they_say():
+    kw = dict(seqlen="truncate:16..64:40%", ltd="16..64:70%")
+    assert plan(budget="steps", **kw).steps == plan().steps == 100
+    assert plan(budget="tokens", **kw).spent["tokens"][-1] >= 51_200 > plan(budget="tokens", **kw).spent["tokens"][-2]
+    p = plan(seqlen="reshape:24..64:40%")
+    assert p.rows[0] == 8 * 3 and p.tokens[0] == 8 * 64 and p.spent["layer_tokens"][1] == 8 * 3 * 24    # padding costs compute, has no loss
+
+
+def test_plan_knows_the_pool_of_every_step():
+    values = np.random.default_rng(0).normal(size=1000)
+    p = plan(pool=["voc:10%..100%:50%"], column=lambda m: values, n_samples=1000)
+    assert p.pool[0] == 100 and p.pool[-1] == 1000 and (np.diff(p.pool) >= 0).all()
+    assert [int((p.admitted <= t).sum()) for t in (0, 20, 99)] == [p.pool[0], p.pool[20], p.pool[99]]
+    assert p.limits["voc"][0] == 10
+
+
+@pytest.mark.parametrize("kw,word", [(dict(seqlen="cut:16..64:40%"), "truncate"), (dict(ltd="16..128:70%"), "block_size"), (dict(ltd="voc:16..64:70%"), "--ltd"),
+                                     (dict(n_layer=2, ltd="16..64:70%"), "n_layer"), (dict(pool=["off", "voc:1%..100%:4"]), "--pool=off"),
+                                     (dict(budget="token"), "layer_tokens"), (dict(warmup_tokens="two"), "--warmup_tokens=two"), (dict(train_tokens=0), "train_tokens")])
+def test_plan_refuses_what_makes_no_run(kw, word):
+    with pytest.raises(ValueError, match=word):
+        plan(**kw)
