@@ -1,0 +1,16 @@
+# Two commands do all the set-up: `make train` and `make test`. PYTHON names the interpreter that makes .venv.
+PYTHON ?= python3
+PY := .venv/bin/python
+
+train: .venv/ready
+	$(PY) train.py --overwrite
+
+test: .venv/ready
+	$(PY) -m pytest -q tests
+
+.venv/ready: requirements.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install -q -r requirements.txt
+	touch $@
+
+.PHONY: train test

@@ -1,0 +1,225 @@
+"""Measure: training steps with and without token dropping, and the tables of finished runs.
+
+    python bench.py step                      step time at K/T = 1, 1/2, 1/4 beside what the FLOP count predicts
+    python bench.py step --nanogpt=FOLDER     the dense step beside nanoGPT's, from its source folder
+    python bench.py table out/my_runs/*       mean, deviation, n and cost of every arm, and a plot
+
+Contenders of one measurement take turns, step by step, and medians are compared: on a shared machine only ratios within one
+run mean anything. Each command prints a table, then one JSON line.
+"""
+import importlib.util
+import json
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import ltd
+from data import parse_flags, run_command
+from model import GPT, forward_flops
+
+
+@dataclass
+class StepConfig:
+    n_layer: int = 6            # layers
+    n_head: int = 4             # heads
+    n_embd: int = 256           # channels
+    block_size: int = 512       # tokens a row
+    batch_size: int = 8         # rows a step
+    vocab_size: int = 2048      # vocabulary
+    rounds: int = 15            # steps of each contender
+    device: str = ""            # cpu or cuda; empty = cuda if there is one
+    dtype: str = ""             # float32 or bfloat16; empty = float32 on a CPU, bfloat16 on a GPU
+    nanogpt: str = ""           # folder of nanoGPT's source: its dense step instead of K/T = 1/2, 1/4
+
+
+@dataclass
+class TableConfig:
+    png: str = "table.png"      # where to draw loss over layer-tokens; empty = nowhere
+
+
+# -----------------------------------------------------------------------------
+# step
+
+
+def alternate(contenders, rounds, device):
+    """Median milliseconds of each callable, run in turns after two warm-up rounds."""
+    times = {name: [] for name in contenders}
+    for i in range(rounds + 2):
+        for name, step in contenders.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            t0 = time.perf_counter()
+            step(i)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if i > 1:
+                times[name].append((time.perf_counter() - t0) * 1e3)
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def train_step(model, params, optimizer, x, y, keep=None):
+    """What train.py does in a step of one micro-batch."""
+    (model(x, y, keep) * (1 / y.numel())).backward()
+    grads = [p.grad for p in params]
+    norm = torch.nn.utils.get_total_norm(grads).item()
+    if norm > 1:
+        torch._foreach_mul_(grads, 1 / norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def nanogpt_step(folder, cfg, x, y):
+    """One step as nanoGPT's train.py does it on a CPU: its model, its optimizer, clipping as it clips."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(folder) / "model.py")
+    if not (Path(folder) / "model.py").is_file():
+        raise ValueError(f"--nanogpt={folder} holds no model.py; give the folder of nanoGPT's source")
+    theirs = importlib.util.module_from_spec(spec)
+    sys.modules["nanogpt_model"] = theirs           # its dataclass looks itself up
+    spec.loader.exec_module(theirs)
+    model = theirs.GPT(theirs.GPTConfig(block_size=cfg.block_size, vocab_size=cfg.vocab_size, n_layer=cfg.n_layer, n_head=cfg.n_head, n_embd=cfg.n_embd, bias=False)).to(x.device)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), x.device.type)
+
+    def step(i):
+        _, loss = model(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+    return step
+
+
+def bench_step(cfg):
+    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, cfg.dtype or ("float32" if device == "cpu" else "bfloat16"))
+    if cfg.nanogpt and dtype != torch.float32:
+        raise ValueError("--nanogpt compares in float32: add --dtype=float32")
+    torch.manual_seed(0)
+    B, T = cfg.batch_size, cfg.block_size
+    x, y = (torch.randint(cfg.vocab_size, (B, T), device=device) for _ in range(2))
+
+    def ours(K):
+        model = GPT(cfg.vocab_size, T, cfg.n_layer, cfg.n_head, cfg.n_embd, dtype=dtype).to(device)
+        params, rows = list(model.parameters()), torch.arange(B, device=device)
+        optimizer = torch.optim.AdamW(params, lr=1e-3, fused=True)
+        return lambda i: train_step(model, params, optimizer, x, y, ltd.draw(0, i, rows, model.ltd_layers, T, K) if K < T else None)
+    kept = [T] if cfg.nanogpt else [T, T // 2, T // 4]
+    contenders = {f"K/T = {K / T:g}" if not cfg.nanogpt else "winnow, dense": ours(K) for K in kept}
+    if cfg.nanogpt:
+        contenders["nanoGPT"] = nanogpt_step(cfg.nanogpt, cfg, x, y)
+    ms = alternate(contenders, cfg.rounds, device)
+    base = list(ms.values())[-1 if cfg.nanogpt else 0]
+    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{cfg.n_layer} layers, {cfg.n_embd} channels, T {T}, batch {B}, {dtype} on {where}, median of {cfg.rounds} steps in turns\n")
+    print(f"| step | ms | ratio |{'' if cfg.nanogpt else ' predicted by FLOPs | measured / predicted |'}\n|---|---|---|{'' if cfg.nanogpt else '---|---|'}")
+    result = {"bench": "step", "device": where, "torch": torch.__version__, "ms": ms}
+    for (name, t), K in zip(ms.items(), kept + kept):
+        cost = forward_flops(cfg.n_layer, cfg.n_embd, cfg.vocab_size, T, K, cfg.n_layer - 2) / forward_flops(cfg.n_layer, cfg.n_embd, cfg.vocab_size, T)
+        print(f"| {name} | {t:.1f} | {t / base:.3f} |" + ("" if cfg.nanogpt else f" {cost:.3f} | {t / base / cost:.3f} |"))
+        result.setdefault("ratio", {})[name] = round(t / base, 4)
+        result.setdefault("predicted", {})[name] = round(cost, 4)
+    print(json.dumps(result))
+
+
+# -----------------------------------------------------------------------------
+# table
+
+
+def read_run(folder):
+    """log.jsonl of a finished run: (config, last validation record, [(layer-tokens, seconds, val_loss)]). Later lines win."""
+    file = Path(folder) / "log.jsonl"
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no log.jsonl; give the folders of finished runs")
+    lines = [json.loads(line) for line in open(file)]
+    about = next(r for r in lines if "config" in r)
+    evals = {r["step"]: r for r in lines if "val_loss" in r}
+    last = evals[max(evals)]
+    if last["step"] != about["steps"]:
+        raise ValueError(f"{folder} ended at step {last['step']} of {about['steps']}; finish it with: python train.py --resume --out={folder}")
+    return about, last, [(r["layer_tokens"], r["seconds"], r["val_loss"]) for _, r in sorted(evals.items())]
+
+
+def arm_of(config):
+    """A run's arm, named by its techniques."""
+    parts = [p.partition(":")[0] for p in config["pool"] if p != "off"] + [config["seqlen"].partition(":")[0]] * (config["seqlen"] != "off")
+    return " + ".join(parts + ["LTD"] * (config["ltd"] != "off")) or "dense"
+
+
+T95 = [math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26]     # two-sided 95 % points of Student's t, by degrees of freedom
+
+
+def mean_sd(values):
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else math.nan
+
+
+def bench_table(cfg, folders):
+    if not folders:
+        raise ValueError("table needs the folders of finished runs: python bench.py table out/my_runs/*")
+    runs = defaultdict(lambda: defaultdict(dict))           # arm -> learning rate -> seed -> run
+    fingerprints = set()
+    for folder in folders:
+        about, last, curve = read_run(folder)
+        c = about["config"]
+        fingerprints.add(about["fingerprint"])
+        runs[arm_of(c)][c["learning_rate"]][c["seed"]] = (last, curve)
+    if len(fingerprints) > 1:
+        raise ValueError(f"these runs are of different corpora ({', '.join(sorted(fingerprints))}); compare one corpus at a time")
+    best = {arm: min(rates, key=lambda lr: mean_sd([r[0]["val_loss"] for r in rates[lr].values()])[0]) for arm, rates in runs.items()}
+    dense = runs["dense"][best["dense"]] if "dense" in runs else {}
+    print(f"corpus {fingerprints.pop()}; last checkpoint, full-length dense evaluation; learning rate: the best by mean of those tried\n")
+    print("| arm | learning rate | validation loss, mean (sd) | n | minus dense, paired, 95 % | tokens sampled | with a loss | layer-tokens | seconds |\n"
+          "|---|---|---|---|---|---|---|---|---|")
+    result = {"bench": "table", "arms": {}}
+    for arm in sorted(runs, key=lambda a: (a != "dense", a)):
+        chosen = runs[arm][best[arm]]
+        mean, sd = mean_sd([r[0]["val_loss"] for r in chosen.values()])
+        diffs = [chosen[s][0]["val_loss"] - dense[s][0]["val_loss"] for s in chosen if s in dense and arm != "dense"]
+        gap = "-"
+        if diffs:
+            d, s = mean_sd(diffs)
+            half = T95[min(len(diffs), len(T95)) - 1] * s / math.sqrt(len(diffs))
+            gap = f"{d:+.4f} +- {half:.4f}" + ("" if abs(d) > half else " (does not differ)")
+        first = next(iter(chosen.values()))[0]
+        seconds = statistics.mean(r[0]["seconds"] for r in chosen.values())
+        print(f"| {arm} | {best[arm]:g} of {', '.join(f'{lr:g}' for lr in sorted(runs[arm]))} | {mean:.4f} ({sd:.4f}) | {len(chosen)} | {gap} | {first['sampled'] / 1e6:.2f}M | "
+              f"{first['tokens'] / 1e6:.2f}M | {first['layer_tokens'] / 1e6:.2f}M | {seconds:.0f} |")
+        result["arms"][arm] = {"lr": best[arm], "mean": round(mean, 4), "sd": round(sd, 4), "n": len(chosen)}
+    print("\nthe sweep: mean validation loss (n)\n")
+    for arm, rates in sorted(runs.items()):
+        print(f"    {arm:<24}" + "  ".join(f"{lr:g}: {mean_sd([r[0]['val_loss'] for r in seeds.values()])[0]:.4f} ({len(seeds)})" for lr, seeds in sorted(rates.items())))
+    if cfg.png:
+        import matplotlib
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+        _, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+        for arm in sorted(runs, key=lambda a: (a != "dense", a)):
+            curves = [r[1] for r in runs[arm][best[arm]].values()]
+            points = [[statistics.mean(c[i][k] for c in curves) for k in range(3)] for i in range(min(map(len, curves)))][1:]
+            for ax, k in zip(axes, (0, 1)):
+                ax.plot([p[k] for p in points], [p[2] for p in points], marker=".", label=f"{arm} (n = {len(curves)})")
+        axes[0].set(xlabel="layer-tokens", ylabel="validation loss (nats a token)")
+        axes[1].set(xlabel="training seconds")
+        axes[0].legend()
+        plt.savefig(cfg.png, dpi=120)
+        print(f"\n{cfg.png}: validation loss over layer-tokens and over seconds")
+    print(json.dumps(result))
+
+
+def main():
+    what, *argv = sys.argv[1:] or [""]
+    if what == "step":
+        return bench_step(parse_flags(StepConfig, argv, "Time training steps.")[0])
+    if what == "table":
+        folders = [a for a in argv if not a.startswith("--")]
+        return bench_table(parse_flags(TableConfig, [a for a in argv if a.startswith("--")], "Tables of finished runs.")[0], folders)
+    raise ValueError("bench.py measures one thing a call: python bench.py step | table FOLDERS; --help behind either lists its flags")
+
+
+if __name__ == "__main__":
+    run_command(main)
