@@ -22,6 +22,7 @@ import torch
 import ltd
 from data import parse_flags, run_command
 from model import GPT, forward_flops
+from output import read_log
 
 
 @dataclass
@@ -132,17 +133,14 @@ def bench_step(cfg):
 
 
 def read_run(folder):
-    """log.jsonl of a finished run: (config, last validation record, [(layer-tokens, seconds, val_loss)]). Later lines win."""
-    file = Path(folder) / "log.jsonl"
-    if not file.is_file():
+    """A finished run: (first line of its log, last validation record, [(layer-tokens, seconds, val_loss)])."""
+    if not (Path(folder) / "log.jsonl").is_file():
         raise ValueError(f"{folder} holds no log.jsonl; give the folders of finished runs")
-    lines = [json.loads(line) for line in open(file)]
-    about = next(r for r in lines if "config" in r)
-    evals = {r["step"]: r for r in lines if "val_loss" in r}
-    last = evals[max(evals)]
-    if last["step"] != about["steps"]:
-        raise ValueError(f"{folder} ended at step {last['step']} of {about['steps']}; finish it with: python train.py --resume --out={folder}")
-    return about, last, [(r["layer_tokens"], r["seconds"], r["val_loss"]) for _, r in sorted(evals.items())]
+    about, _, val = read_log(folder)
+    last = val.get(about["steps"])
+    if not last:
+        raise ValueError(f"{folder} has not ended (step {max(val)} of {about['steps']}): python train.py --resume --out={folder}")
+    return about, last, [(r["layer_tokens"], r["seconds"], r["val_loss"]) for _, r in sorted(val.items())]
 
 
 def arm_of(config):

@@ -181,6 +181,12 @@ class Tokenizer:
         return b"".join(bytes([i]) if i < 256 else b"<|endoftext|>" for i in ids).decode(errors="replace")
 
 
+def load_tokenizer(folder):
+    """The tokenizer of a store, or None where it was made elsewhere and only token ids are known."""
+    file = Path(folder) / "tokenizer.json"
+    return Tokenizer(json.loads(file.read_text())) if file.is_file() else None
+
+
 # -----------------------------------------------------------------------------
 # the command line: one flat dataclass whose trailing comments are its help
 

@@ -35,6 +35,8 @@ import curriculum
 import data
 import ltd
 from model import GPT, SIZES, forward_flops
+from output import (append_line, device_name, git_hash, newest_checkpoint, peak_flops, plot_loss, print0, save_checkpoint,
+                    start_wandb)
 from plan import make_plan, print_plan
 
 EMBEDDED = "data/stdlib"
@@ -113,133 +115,73 @@ FREE = {"device", "compile", "recompute", "dist_timeout", "out", "resume", "over
         "log_interval", "stop_step", "trace", "wandb", "plan", "plot", "sample", "prompt", "max_new_tokens", "temperature", "top_k", "batch_size"}
 
 # -----------------------------------------------------------------------------
-# the pieces of a run
+# settings: what the flags, the device and a checkpoint make of a Config
+
+
+def pick_device(cfg):
+    """(device, dtype) by name; both are chosen after all flags are read, and a CPU run never calls CUDA for it."""
+    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device={device}: torch {torch.__version__} sees no CUDA device; use --device=cpu")
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    half = "float32" if device == "cpu" else "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    if cfg.dtype not in ("", "float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype={cfg.dtype} is unknown; it takes float32, bfloat16 or float16")
+    return device, cfg.dtype or half
 
 
 def settle(cfg, given, device):
-    """Fill in what was not given: the named model, the larger size for a GPU, the default pool."""
+    """Fill in what the flags left open: the named model, the larger size for a GPU, the default pool, the data."""
+    size = {}
     if cfg.model:
         if cfg.model not in SIZES:
             raise ValueError(f"--model={cfg.model} is unknown; it takes {', '.join(SIZES)}")
         size = dict(zip(("n_layer", "n_embd", "n_head", "block_size", "init_std"), SIZES[cfg.model]))
-    else:
-        size = GPU_SIZE if device.startswith("cuda") and not given & set(GPU_SIZE) else {}
-    for name, value in size.items():
-        if name not in given:
-            setattr(cfg, name, value)
-    if size is GPU_SIZE:
+    elif device != "cpu" and not given & set(GPU_SIZE):
+        size = GPU_SIZE
         print0(f"default size for a GPU: {GPU_SIZE}")
-    cfg.pool = cfg.pool or list(POOL)
+    for name in size.keys() - given:
+        setattr(cfg, name, size[name])
+    cfg.pool, cfg.data = cfg.pool or list(POOL), cfg.data or EMBEDDED
 
 
-def pick_device(cfg):
-    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device={device}: torch {torch.__version__} sees no CUDA device; use --device=cpu")
-    if device == "cuda" and "LOCAL_RANK" in os.environ:
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-    dtype = cfg.dtype or ("float32" if device == "cpu" else "bfloat16" if torch.cuda.is_bf16_supported() else "float16")
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"--dtype={dtype} is unknown; it takes float32, bfloat16 or float16")
-    return device, dtype
+def resumed(cfg, given, path, saved):
+    """The Config of a resumed run: the saved one, with the flags in FREE as given now. Refuses any other change."""
+    saved = Config(**saved)
+    for name in given - FREE:
+        if getattr(cfg, name) != getattr(saved, name):
+            raise ValueError(f"--{name}={getattr(cfg, name)} differs from {getattr(saved, name)} in {path}; a resumed run keeps "
+                             "its settings: leave the flag out, or start another run with another --out")
+    # these belong to one call of the command, not to the run
+    ours = given & FREE | {"resume", "overwrite", "out", "sample", "stop_step", "trace", "plan", "plot"}
+    return dataclasses.replace(saved, **{name: getattr(cfg, name) for name in ours})
 
 
 def plan_of(cfg, store):
     """The Plan of a Config. store: the training split, or None where the data are elsewhere."""
-    for flag in ("batch_size", "n_head", "n_embd", "eval_interval", "save_interval", "log_interval", "keep_ckpts"):
-        if getattr(cfg, flag) < 1:
-            raise ValueError(f"--{flag}={getattr(cfg, flag)} must be at least 1")
+    for flag in ("batch_size", "n_head", "n_embd", "eval_interval", "save_interval", "log_interval", "keep_ckpts", "seed"):
+        if getattr(cfg, flag) < (flag != "seed"):
+            raise ValueError(f"--{flag}={getattr(cfg, flag)} must be at least {int(flag != 'seed')}")
     flags = {name: getattr(cfg, name) for name in inspect.signature(make_plan).parameters if hasattr(cfg, name)}
     return make_plan(**flags, column=store and store.column, n_samples=store.n_samples if store else 0)
 
 
-def print0(*args):
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(*args, flush=True)
-
-
-def ensure_embedded(folder=EMBEDDED):
-    """Build the embedded corpus: local rank 0 runs the offline command, the others wait for its last file."""
-    if (Path(folder) / "meta.json").is_file() and (Path(folder) / "T256" / "voc.json").is_file():
+def ensure_embedded():
+    """Build the embedded corpus where it is missing: local rank 0 runs the offline command, the others wait for its last file."""
+    last = Path(EMBEDDED) / "T256" / "voc.json"
+    if last.is_file():
         return
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        print0(f"{folder} is missing: building it (python data_analyze.py)")
-        if subprocess.run([sys.executable, str(Path(__file__).with_name("data_analyze.py")), "--overwrite", f"--out={folder}"]).returncode:
-            raise ValueError(f"{folder} could not be built; see the message above")
+        print0(f"{EMBEDDED} is missing: building it (python data_analyze.py)")
+        analyze = [sys.executable, str(Path(__file__).with_name("data_analyze.py")), "--overwrite"]
+        if subprocess.run(analyze).returncode:
+            raise ValueError(f"{EMBEDDED} could not be built; see the message above")
     deadline = time.time() + 600
-    while not (Path(folder) / "T256" / "voc.json").is_file():
+    while not last.is_file():
         if time.time() > deadline:
-            raise ValueError(f"{folder} did not appear within 600 s; build it with: python data_analyze.py")
+            raise ValueError(f"{EMBEDDED} did not appear within 600 s; build it with: python data_analyze.py")
         time.sleep(0.5)
-
-
-def newest_checkpoint(out, map_location="cpu"):
-    """The newest checkpoint that opens, as (path, content), or None. torch.load's default opens it: nothing in it can
-    run code. One that does not open (a damaged disk: they appear by rename only) is named and passed over."""
-    for path in sorted(Path(out).glob("ckpt_*.pt"), reverse=True):
-        try:
-            return path, torch.load(path, map_location=map_location, weights_only=True)
-        except Exception as e:
-            print0(f"{path} does not open ({type(e).__name__}: {str(e)[:80]}); trying the one before it")
-    return None
-
-
-def append_line(fd, record):
-    """One JSON line in one write, so that ranks can share a file and a kill leaves no half line."""
-    os.write(fd, (json.dumps(record) + "\n").encode())
-
-
-def start_wandb(cfg, extra):
-    """A wandb run or None; whatever goes wrong costs one line, never the training. The mode is chosen before the start,
-    because wandb cannot fall back once it has begun."""
-    try:
-        import wandb
-        key = os.environ.get("WANDB_API_KEY") or Path("~/.netrc").expanduser().is_file()
-        mode = os.environ.get("WANDB_MODE") or ("online" if key else "offline")
-        run = wandb.init(project="winnow", name=Path(cfg.out).name, dir=cfg.out, config=dataclasses.asdict(cfg) | extra, mode=mode,
-                         settings=wandb.Settings(init_timeout=30))
-        run.define_metric("*", step_metric="step")      # a resumed run may log a step twice: the step is data, not wandb's counter
-        print0(f"wandb: {mode}")
-        return run
-    except Exception as e:
-        print0(f"wandb: off ({type(e).__name__}: {str(e).splitlines()[0][:100] if str(e) else ''}); log.jsonl has everything")
-        return None
-
-
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "3090": 71e12, "A10": 125e12, "V100": 125e12}
-
-
-def peak_flops(device):
-    """Dense half-precision FLOP/s of the card, by its name; None where it is unknown (then no utilisation is shown)."""
-    name = torch.cuda.get_device_name(device) if device != "cpu" else ""
-    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
-
-
-def git_hash():
-    here = Path(__file__).resolve().parent
-    try:
-        return subprocess.run(["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip() or None
-    except OSError:
-        return None
-
-
-def plot_loss(out):
-    """loss.png from log.jsonl: training and validation loss over layer-tokens. Later lines win (a resumed run)."""
-    try:
-        import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        return print0("loss.png: not drawn, matplotlib is missing")
-    records = {(r["step"], "val_loss" in r): r for r in map(json.loads, open(f"{out}/log.jsonl")) if "step" in r}
-    _, ax = plt.subplots(figsize=(6, 4), layout="constrained")
-    for key, label in (("loss", "training"), ("val_loss", "validation, full length")):
-        points = sorted((r["layer_tokens"], r[key]) for r in records.values() if key in r)
-        ax.plot(*zip(*points), label=label, linewidth=1)
-    ax.set(xlabel="layer-tokens", ylabel="loss (nats a token)")
-    ax.legend()
-    data.write_atomic(f"{out}/loss.png", lambda f: plt.savefig(f, dpi=120, format="png"))
-    plt.close()
 
 
 # -----------------------------------------------------------------------------
@@ -247,42 +189,39 @@ def plot_loss(out):
 
 
 def main():
-    cfg, given = data.parse_flags(Config, sys.argv[1:], "Train a Transformer with curriculum learning and random layerwise token dropping.")
+    cfg, given = data.parse_flags(Config, sys.argv[1:], __doc__.splitlines()[0])
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if cfg.sample and not cfg.resume:
         raise ValueError("--sample prints text from a checkpoint: give --resume and the run's --out=FOLDER")
+    if cfg.plot and not cfg.plan:
+        raise ValueError("--plot draws the plan: give it with --plan (a run's loss.png is always drawn)")
+    device, dtype = pick_device(cfg)
     found = newest_checkpoint(cfg.out) if cfg.resume else None
     if found:
-        saved = Config(**found[1]["config"])
-        for name in given - FREE:
-            if getattr(cfg, name) != getattr(saved, name):
-                raise ValueError(f"--{name}={getattr(cfg, name)} differs from {getattr(saved, name)} in {found[0]}; a resumed run keeps its settings: leave the flag out, or start another run with --out=FOLDER")
-        cfg = dataclasses.replace(saved, **{name: getattr(cfg, name) for name in FREE & (given | {"resume", "sample", "stop_step", "trace", "out"})})
+        path, checkpoint = found
+        cfg = resumed(cfg, given, path, checkpoint["config"])
     elif cfg.sample:
         raise ValueError(f"--out={cfg.out} holds no checkpoint to sample from; train first: python train.py --out={cfg.out}")
-    device, dtype = pick_device(cfg)
-    if not found:
+    else:
         cfg.dtype = dtype
         settle(cfg, given, device)
-    cfg.data = cfg.data or EMBEDDED
-    torch_dtype = getattr(torch, cfg.dtype)
-
     if cfg.plan:
         have = (Path(cfg.data) / "meta.json").is_file()
-        store = data.Store(cfg.data, "train", cfg.block_size) if have else None
-        return print_plan(plan_of(cfg, store), cfg.plot)
-    if cfg.plot:
-        raise ValueError("--plot draws the plan: give it with --plan (a run's loss.png is always drawn)")
+        return print_plan(plan_of(cfg, data.Store(cfg.data, "train", cfg.block_size) if have else None), cfg.plot)
+
+    # everything that can be refused is refused here, before anything is written
     if cfg.data == EMBEDDED:
         ensure_embedded()
     store = data.Store(cfg.data, "train", cfg.block_size)
     if cfg.global_batch < world:
-        raise ValueError(f"--global_batch={cfg.global_batch} gives {world} ranks less than one sample each; take at least {world}")
-    plan = plan_of(cfg, store)                                  # refuses what cannot run, before anything is written
-    tokenizer = data.Tokenizer(json.loads((Path(cfg.data) / "tokenizer.json").read_text())) if (Path(cfg.data) / "tokenizer.json").is_file() else None
+        raise ValueError(f"--global_batch={cfg.global_batch} leaves some of the {world} ranks without a sample; take {world} or more")
+    plan = plan_of(cfg, store)
+    tokenizer = data.load_tokenizer(cfg.data)
+    out = Path(cfg.out)
+    if (out / "log.jsonl").exists() and not cfg.resume and not cfg.overwrite:
+        raise ValueError(f"--out={out} holds a run already: --resume continues it, --overwrite deletes it, another --out keeps it")
 
-    # weights: the same on every rank, whatever the device
-    torch.manual_seed(cfg.seed)
+    torch.manual_seed(cfg.seed)         # before the weights are drawn: they are the same on every rank and device
     if device != "cpu":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -290,27 +229,25 @@ def main():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     model = GPT(store.meta["vocab_size"], cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.dropout, cfg.bias, cfg.pos,
-                cfg.init_std, cfg.recompute, torch_dtype).to(device)
+                cfg.init_std, cfg.recompute, getattr(torch, cfg.dtype)).to(device)
     if found:
-        model.load_state_dict(found[1]["model"])
-        if found[1]["step"] == plan.steps and not cfg.sample:
-            return print0(f"{found[0]} is the end of its run: nothing is left to do")
+        model.load_state_dict(checkpoint["model"])
 
-    def sample(prompt, n):
-        """n tokens after the prompt, decoded; the same for the same seed."""
-        start = [store.meta["eot_id"], *(tokenizer.encode(prompt).tolist() if prompt and tokenizer else [])]
+    def sample():
+        """Text after the prompt; the same for the same seed."""
+        prompt = tokenizer.encode(cfg.prompt).tolist() if tokenizer and cfg.prompt else []
+        start = torch.tensor([[store.meta["eot_id"], *prompt]], device=device)
         g = torch.Generator(device).manual_seed(cfg.seed)
-        ids = model.generate(torch.tensor([start], device=device), n, cfg.temperature, cfg.top_k, g)[0, 1:].tolist()
+        ids = model.generate(start, cfg.max_new_tokens, cfg.temperature, cfg.top_k, g)[0, 1:].tolist()
         return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
     if cfg.sample:
-        return print(sample(cfg.prompt, cfg.max_new_tokens))
-
-    out = Path(cfg.out)
-    started = (out / "log.jsonl").exists()
-    if started and not cfg.resume and not cfg.overwrite:
-        raise ValueError(f"--out={out} holds a run already: --resume continues it, --overwrite deletes it, another --out keeps it")
+        return print(sample())
+    if found and checkpoint["step"] == plan.steps:
+        return print0(f"{path} is the end of its run: nothing is left to do")
     val = data.Store(cfg.data, "val", cfg.block_size)
     n_eval = min(cfg.eval_samples or val.n_samples, val.n_samples)
+
+    # the folder, and the other ranks
     if world > 1:
         dist.init_process_group("nccl" if device != "cpu" else "gloo", timeout=timedelta(seconds=cfg.dist_timeout))
     if rank == 0:
@@ -321,47 +258,57 @@ def main():
             stale.unlink()
         if cfg.trace and not found:
             Path(cfg.trace).unlink(missing_ok=True)
-        config = dataclasses.asdict(cfg)
-        data.write_atomic(out / "config.json", lambda f: f.write(json.dumps(config, indent=1).encode()))
+        data.write_atomic(out / "config.json", lambda f: f.write(json.dumps(dataclasses.asdict(cfg), indent=1).encode()))
     if world > 1:
         dist.barrier()
-    log = os.open(out / "log.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    trace = os.open(cfg.trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if cfg.trace else None
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    log = os.open(out / "log.jsonl", flags)
+    trace = os.open(cfg.trace, flags) if cfg.trace else None
 
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    groups = [dict(params=decay, weight_decay=cfg.weight_decay), dict(params=[p for p in model.parameters() if p.dim() <= 1], weight_decay=0.0)]
-    params = [p for g in groups for p in g["params"]]
-    assert len(params) == len(list(model.parameters())), "every parameter belongs to exactly one group"
+    # the optimizer, and what a resumed run brings along
+    params = sorted(model.parameters(), key=lambda p: p.dim() <= 1)                             # matrices first
+    n_matrices = sum(p.dim() > 1 for p in params)
+    groups = [dict(params=params[:n_matrices], weight_decay=cfg.weight_decay), dict(params=params[n_matrices:], weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
-    start, seconds, scale, good = 0, 0.0, 2.0**16 if cfg.dtype == "float16" else 1.0, 0
+    start, seconds, scale, good = 0, 0.0, 2.0**16 if cfg.dtype == "float16" else 1.0, 0         # scale: of the loss, for float16
     if found:
-        start, seconds, (scale, good) = found[1]["step"], found[1]["seconds"], found[1]["scaler"]
-        optimizer.load_state_dict(found[1]["optimizer"])
-        print0(f"resumed from {found[0]} at step {start}")
-        found = None
+        start, seconds, (scale, good) = checkpoint["step"], checkpoint["seconds"], checkpoint["scaler"]
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        del checkpoint, found
+        print0(f"resumed from {path} at step {start}")
     elif cfg.resume:
         print0(f"{out} holds no checkpoint: starting from step 0")
     if cfg.compile:
         model.compile()                                 # in place: the keys of a checkpoint stay clean
-    net = DistributedDataParallel(model, device_ids=None if device == "cpu" else [torch.device(device)]) if world > 1 else model
+    net = model
+    if world > 1:
+        net = DistributedDataParallel(model, device_ids=None if device == "cpu" else [torch.device(device)])
 
-    about = {"git": git_hash(), "torch": torch.__version__, "python": sys.version.split()[0], "device": device if device == "cpu" else torch.cuda.get_device_name(device),
-             "world": world, "params": model.n_params(), "fingerprint": store.meta["fingerprint"], "steps": plan.steps, "samples": store.n_samples}
-    print0(f"{model.n_params():,} parameters | {about['device']} x {world}, {cfg.dtype} | data {cfg.data} ({store.meta['fingerprint']}, {store.n_samples:,} samples of {cfg.block_size}) | "
-           f"{plan.steps} steps (plain: {plan.plain_steps})\nltd: {'off' if cfg.ltd == 'off' else 'torch path'} | pool {' '.join(cfg.pool)} | seqlen {cfg.seqlen} | ltd {cfg.ltd}")
-    run = start_wandb(cfg, about) if cfg.wandb and rank == 0 else None
+    about = {"git": git_hash(), "torch": torch.__version__, "python": sys.version.split()[0], "device": device_name(device),
+             "world": world, "params": model.n_params(), "fingerprint": store.meta["fingerprint"], "steps": plan.steps}
+    print0(f"{about['params']:,} parameters | {about['device']} x {world}, {cfg.dtype} | data {cfg.data} ({about['fingerprint']}), "
+           f"{store.n_samples:,} samples of {cfg.block_size} | {plan.steps} steps (plain: {plan.plain_steps})\n"
+           f"pool {' '.join(cfg.pool)} | seqlen {cfg.seqlen} | ltd {cfg.ltd}{'' if cfg.ltd == 'off' else ' (torch path)'}")
+    run = start_wandb(out, dataclasses.asdict(cfg) | about) if cfg.wandb and rank == 0 else None
     if rank == 0:
         append_line(log, {"config": dataclasses.asdict(cfg), **about, "start": start})
 
+    def record_line(record):
+        if rank == 0:
+            append_line(log, record)
+            if run:
+                run.log(record)
+
+    # the data: every rank draws the global batch and takes its share, so that ranks agree without talking
     sampler = curriculum.Sampler(store.n_samples, cfg.global_batch, cfg.seed, plan.admitted)
-    first, last = cfg.global_batch * rank // world, cfg.global_batch * (rank + 1) // world      # this rank's share of the samples
+    first, last = cfg.global_batch * rank // world, cfg.global_batch * (rank + 1) // world
 
     def make_batch(step):
         ids = sampler.ids(step)[first:last]
-        rows = store.rows(ids)                                                                   # (b, T+1)
-        x, y = (curriculum.reshape if plan.mode == "reshape" else curriculum.truncate)(rows, int(plan.length[step]))
+        cut = curriculum.reshape if plan.mode == "reshape" else curriculum.truncate
+        x, y = cut(store.rows(ids), int(plan.length[step]))                                     # (b, T+1) -> (b*pieces, L) twice
         pieces = len(x) // len(ids)
-        place = np.arange(first * pieces, last * pieces)                                         # the rows' places in the global batch
+        place = np.arange(first * pieces, last * pieces)                                        # of the rows in the global batch
         tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in (x, y, place)]
         return ids, pieces, [t.pin_memory() for t in tensors] if device != "cpu" else tensors
 
@@ -369,79 +316,72 @@ def main():
     def evaluate():
         """Mean loss over the same first n_eval validation windows: full length, all tokens, each rank a share."""
         model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        mine = range(n_eval * rank // world, n_eval * (rank + 1) // world)
-        for i in range(mine.start, mine.stop, cfg.batch_size):
-            rows = torch.from_numpy(val.rows(np.arange(i, min(i + cfg.batch_size, mine.stop)))).to(device)
+        total, stop = torch.zeros((), dtype=torch.float64, device=device), n_eval * (rank + 1) // world
+        for i in range(n_eval * rank // world, stop, cfg.batch_size):
+            rows = torch.from_numpy(val.rows(np.arange(i, min(i + cfg.batch_size, stop)))).to(device)
             total += model(rows[:, :-1], rows[:, 1:])
         model.train()
         if world > 1:
             dist.all_reduce(total)
         return total.item() / (n_eval * cfg.block_size)
 
-    def save(step):
-        path = out / f"ckpt_{step:07d}.pt"
-        content = {"step": step, "seconds": seconds, "scaler": [scale, good], "config": dataclasses.asdict(cfg),
-                   "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        data.write_atomic(path, lambda f: torch.save(content, f))
-        for old in sorted(out.glob("ckpt_*.pt"))[:-cfg.keep_ckpts or None]:
-            old.unlink()
-
-    stop = []
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
-    n_ltd = len(model.ltd_layers) if cfg.ltd != "off" else 0
-    flops = [3 * r * forward_flops(cfg.n_layer, cfg.n_embd, store.meta["vocab_size"], int(T), int(K), n_ltd)
-             for r, T, K in zip(plan.rows, plan.length, plan.keep)]     # backward = 2 x forward
-    peak = peak_flops(device)
+    told = []                                           # SIGTERM: save and end after the step under way
+    signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+    n_ltd, vocab_size = len(model.ltd_layers) if cfg.ltd != "off" else 0, store.meta["vocab_size"]
+    # backward costs twice the forward pass
+    flops = np.array([3 * r * forward_flops(cfg.n_layer, cfg.n_embd, vocab_size, T, K, n_ltd)
+                      for r, T, K in zip(plan.rows.tolist(), plan.length.tolist(), plan.keep.tolist())], float)
+    peak = peak_flops(device) * world
     batches = data.prefetch(make_batch, start, plan.steps)
-    bad, skipped, val_loss, speed, last_save = 0, 0, math.nan, [], start
+    bad = skipped = 0
+    recent, val_loss, saved = [], math.nan, start
     model.train()
     for step in range(start, plan.steps + 1):
-        end = step == plan.steps or (step > start and (bool(stop) or step == cfg.stop_step))
-        if (step % cfg.eval_interval == 0 and step > start) or step == 0 or end:
+        spent = {name: int(sums[step]) for name, sums in plan.spent.items()}
+        end = step == plan.steps or (step > start and (bool(told) or step == cfg.stop_step))
+        if step == 0 or end or (step > start and step % cfg.eval_interval == 0):
             val_loss = evaluate()
             print0(f"step {step:05d}/{plan.steps:05d} | validation loss {val_loss:.4f}")
-            record = {"step": step, "val_loss": val_loss, "seconds": seconds, **{k: int(v[step]) for k, v in plan.spent.items()}}
-            if rank == 0:
-                append_line(log, record)
-                run and run.log(record)
-        if rank == 0 and not bad and step > last_save and (step % cfg.save_interval == 0 or end):
-            save(step)
-            last_save = step
+            record_line({"step": step, "val_loss": val_loss, "seconds": seconds, **spent})
+        if rank == 0 and not bad and step > saved and (end or step % cfg.save_interval == 0):
+            save_checkpoint(out, {"step": step, "seconds": seconds, "scaler": [scale, good], "config": dataclasses.asdict(cfg),
+                                  "model": model.state_dict(), "optimizer": optimizer.state_dict()}, cfg.keep_ckpts)
+            saved = step
         if end:
             break
 
-        # one optimizer step
+        # forward and backward, micro-batch by micro-batch
         t0 = time.perf_counter()
         ids, pieces, tensors = next(batches)
         x, y, place = (t.to(device, non_blocking=True) for t in tensors)
-        T, K, n = int(plan.length[step]), int(plan.keep[step]), int(plan.tokens[step])
-        micro = cfg.batch_size * pieces
-        total, hashes = torch.zeros((), device=device), []
+        T, K, n, lr = int(plan.length[step]), int(plan.keep[step]), int(plan.tokens[step]), float(plan.lr[step])
+        micro, total, hashes = cfg.batch_size * pieces, torch.zeros((), device=device), []
         for i in range(0, len(x), micro):
             part = slice(i, i + micro)
             keep = ltd.draw(cfg.seed, step, place[part], model.ltd_layers, T, K) if K < T else None
-            if cfg.dropout:     # masks follow from (seed, step, row), so a resume needs no generator's state and ranks agree with one process
-                torch.manual_seed(hash((cfg.seed, step, first * pieces + i)) & 0x7FFFFFFFFFFFFFFF)
+            if cfg.dropout:     # masks follow from (seed, step, row): a resume needs no generator's state, and ranks equal one process
+                torch.manual_seed(int(np.random.SeedSequence((cfg.seed, step, first * pieces + i)).generate_state(1)[0]))
             with net.no_sync() if world > 1 and i + micro < len(x) else contextlib.nullcontext():
                 loss = net(x[part], y[part], keep)
-                (loss * (world * scale / n)).backward()     # sum over the global batch / its targets; DDP divides by world
+                (loss * (world * scale / n)).backward()     # sum / targets of the global batch; DDP divides by world
             total += loss.detach()
             if trace is not None:
                 hashes += [0] * len(x[part]) if keep is None else [zlib.crc32(k.tobytes()) for k in keep.cpu().numpy()]
-        if world > 1:           # one message carries the loss and whether somebody was told to stop
-            message = torch.stack((total.double(), torch.tensor(float(bool(stop)), dtype=torch.float64, device=device)))
+        if world > 1:           # one message carries the loss and whether any rank was told to stop
+            message = torch.stack((total.double(), torch.tensor(float(bool(told)), dtype=torch.float64, device=device)))
             dist.all_reduce(message)
-            total, stopping = message.tolist()
-            stop += [True] * (stopping > 0 and not stop)
+            total = message[0]
+            told += [True] * int(message[1] > 0)
+
+        # clip and update, or skip: the norm is the same on all ranks, and so is what follows from it. It costs a sync
         grads = [p.grad for p in params]
-        norm = torch.nn.utils.get_total_norm(grads).item() / scale      # a sync point, and equal on all ranks: so is what follows
+        norm = torch.nn.utils.get_total_norm(grads).item() / scale
         if math.isfinite(norm):
-            coefficient = min(1.0, cfg.grad_clip / (norm + 1e-6) if cfg.grad_clip else 1.0) / scale
-            if coefficient != 1.0:
-                torch._foreach_mul_(grads, coefficient)
+            factor = (min(1.0, cfg.grad_clip / (norm + 1e-6)) if cfg.grad_clip else 1.0) / scale
+            if factor != 1.0:
+                torch._foreach_mul_(grads, factor)
             for group in optimizer.param_groups:
-                group["lr"] = float(plan.lr[step])
+                group["lr"] = lr
             optimizer.step()
             bad, good = 0, good + 1
             if cfg.dtype == "float16" and good % 2000 == 0:
@@ -452,38 +392,43 @@ def main():
             if bad == 10:
                 kept = sorted(out.glob("ckpt_*.pt"))
                 sys.exit(f"error: 10 steps in a row gave no finite gradient, the last at step {step}; the last good checkpoint is "
-                         f"{kept[-1] if kept else '(none was saved)'}: lower --learning_rate (now {plan.lr[step]:.2g}) and resume or start again")
+                         f"{kept[-1] if kept else '(none was saved)'}: lower --learning_rate (now {lr:.2g}) and start again")
         optimizer.zero_grad(set_to_none=True)
-        mean = float(total) / n
-        dt = time.perf_counter() - t0
+        mean, dt = float(total) / n, time.perf_counter() - t0
         seconds += dt
-        speed = (speed + [(dt, n, flops[step])])[-20:] if step > start + 2 else []       # the first steps warm caches up
-        if trace is not None:
-            append_line(trace, {"step": step, "rank": rank, "sample_ids": ids.tolist(), "difficulty": {k: float(v[step]) for k, v in plan.limits.items()},
-                                "ltd_keep": K, "ltd_hash": hashes, "lr": float(plan.lr[step]), "tokens_seen": int(plan.spent["tokens"][step + 1]),
-                                "layer_tokens": int(plan.spent["layer_tokens"][step + 1]), "loss": mean})
-        if rank == 0 and step % cfg.log_interval == 0:
-            busy, fed, work = map(sum, zip(*speed)) if speed else (dt, n, flops[step])
-            record = {"step": step, "loss": mean, "lr": float(plan.lr[step]), "pool": int(plan.pool[step]), "length": T, "keep": K, "norm": norm, "skipped": skipped,
-                      "ms": dt * 1e3, "tok_s": fed / busy, "seconds": seconds, **{k: int(v[step + 1]) for k, v in plan.spent.items()}}
-            record |= {"mfu": work / busy / (peak * world)} if peak else {}
-            mfu = f"mfu {record['mfu']:.1%} | " if peak else ""
-            eta = sum(flops[step + 1:]) / (work / busy)
-            print(f"step {step:05d}/{plan.steps:05d} | loss {mean:.4f} | lr {plan.lr[step]:.1e} | pool {plan.pool[step] / store.n_samples:.0%} | len {T} | keep {K}/{T} | "
-                  f"{dt * 1e3:.0f} ms | {fed / busy / 1e6:.3f}M tok/s | {mfu}eta {eta / 60:.0f}m{f' | {skipped} skipped' if skipped else ''}", flush=True)
-            append_line(log, record)
-            run and run.log(record)
 
+        # tell
+        spent = {name: int(sums[step + 1]) for name, sums in plan.spent.items()}
+        if step > start + 2:                            # the first steps warm caches up
+            recent = (recent + [(dt, n, flops[step])])[-20:]
+        if trace is not None:
+            append_line(trace, {"step": step, "rank": rank, "sample_ids": ids.tolist(), "ltd_keep": K, "ltd_hash": hashes, "lr": lr,
+                                "difficulty": {k: float(v[step]) for k, v in plan.limits.items()},
+                                "tokens_seen": spent["tokens"], "layer_tokens": spent["layer_tokens"], "loss": mean})
+        if rank == 0 and step % cfg.log_interval == 0:
+            busy, fed, work = map(sum, zip(*(recent or [(dt, n, flops[step])])))
+            mfu = work / busy / peak
+            eta = flops[step + 1:].sum() / (work / busy) / 60
+            print(f"step {step:05d}/{plan.steps:05d} | loss {mean:.4f} | lr {lr:.1e} | pool {plan.pool[step] / store.n_samples:.0%} | "
+                  f"len {T} | keep {K}/{T} | {dt * 1e3:.0f} ms | {fed / busy / 1e6:.3f}M tok/s | "
+                  + (f"mfu {mfu:.1%} | " if peak == peak else "") + f"eta {eta:.0f}m" + (f" | {skipped} skipped" if skipped else ""), flush=True)
+            record_line({"step": step, "loss": mean, "lr": lr, "pool": int(plan.pool[step]), "length": T, "keep": K, "norm": norm,
+                         "skipped": skipped, "ms": dt * 1e3, "tok_s": fed / busy, "mfu": mfu if peak == peak else None,
+                         "seconds": seconds, **spent})
+
+    # the end
     batches.close()
     if rank == 0:
         plot_loss(out)
         if step == plan.steps:
-            print(f"\n{sample(cfg.prompt, cfg.max_new_tokens)}\n")
-        result = {"val_loss": round(val_loss, 4), "tokens_sampled": int(plan.spent["sampled"][step]), "tokens_with_loss": int(plan.spent["tokens"][step]),
-                  "layer_tokens": int(plan.spent["layer_tokens"][step]), "seconds": round(seconds, 1), "steps": f"{step} of {plan.steps}", "skipped": skipped,
-                  "peak_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20) if device != "cpu" else None, "corpus": store.meta["fingerprint"], "out": str(out)}
-        print("---\n" + "\n".join(f"{k}: {v}" for k, v in result.items() if v is not None), flush=True)
-        run and run.finish()
+            print(f"\n{sample()}\n")
+        memory = {} if device == "cpu" else {"peak_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20)}
+        result = {"val_loss": f"{val_loss:.4f}", "tokens_sampled": spent["sampled"], "tokens_with_loss": spent["tokens"],
+                  "layer_tokens": spent["layer_tokens"], "seconds": f"{seconds:.1f}", "steps": f"{step} of {plan.steps}",
+                  "skipped": skipped, **memory, "corpus": about["fingerprint"], "out": out}
+        print("---\n" + "\n".join(f"{key}: {value}" for key, value in result.items()), flush=True)
+        if run:
+            run.finish()
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
