@@ -77,6 +77,7 @@ class Config:
     seqlen_multiple: int = 8    # lengths are multiples of this
     ltd: str = "25%..100%:70%"  # PACE of the kept tokens of the middle layers, or off
     ltd_multiple: int = 16      # kept tokens are multiples of this
+    ltd_kernel: str = "auto"    # auto (the CUDA kernel where it can be built), cuda (or refuse), torch
     # system
     device: str = ""            # cpu, cuda, cuda:1; empty = cuda if there is one
     dtype: str = ""             # float32, bfloat16, float16; empty = bfloat16 on a GPU that has it, float16 on one that has not, float32 on a CPU
@@ -112,7 +113,7 @@ POOL = ["voc:30%..100%:40%:sqrt"]
 GPU_SIZE = dict(n_layer=12, n_head=8, n_embd=512, global_batch=64, batch_size=64, train_tokens=40_000_000, learning_rate=1e-3, min_lr=1e-4)
 # flags that a resumed run may change: they do not touch the plan or the numbers
 FREE = {"device", "compile", "recompute", "dist_timeout", "out", "resume", "overwrite", "eval_interval", "save_interval", "keep_ckpts", "data",
-        "log_interval", "stop_step", "trace", "wandb", "plan", "plot", "sample", "prompt", "max_new_tokens", "temperature", "top_k", "batch_size"}
+        "log_interval", "stop_step", "trace", "wandb", "plan", "plot", "sample", "prompt", "max_new_tokens", "temperature", "top_k", "batch_size", "ltd_kernel"}
 
 # -----------------------------------------------------------------------------
 # settings: what the flags, the device and a checkpoint make of a Config
@@ -228,6 +229,7 @@ def main():
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    kernel = "off" if cfg.ltd == "off" else ltd.load_kernel(cfg.ltd_kernel, device)
     model = GPT(store.meta["vocab_size"], cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.dropout, cfg.bias, cfg.pos,
                 cfg.init_std, cfg.recompute, getattr(torch, cfg.dtype)).to(device)
     if found:
@@ -288,7 +290,7 @@ def main():
              "world": world, "params": model.n_params(), "fingerprint": store.meta["fingerprint"], "steps": plan.steps}
     print0(f"{about['params']:,} parameters | {about['device']} x {world}, {cfg.dtype} | data {cfg.data} ({about['fingerprint']}), "
            f"{store.n_samples:,} samples of {cfg.block_size} | {plan.steps} steps (plain: {plan.plain_steps})\n"
-           f"pool {' '.join(cfg.pool)} | seqlen {cfg.seqlen} | ltd {cfg.ltd}{'' if cfg.ltd == 'off' else ' (torch path)'}")
+           f"pool {' '.join(cfg.pool)} | seqlen {cfg.seqlen} | ltd {cfg.ltd}\nltd: {kernel}")
     run = start_wandb(out, dataclasses.asdict(cfg) | about) if cfg.wandb and rank == 0 else None
     if rank == 0:
         append_line(log, {"config": dataclasses.asdict(cfg), **about, "start": start})
@@ -328,6 +330,7 @@ def main():
     told = []                                           # SIGTERM: save and end after the step under way
     signal.signal(signal.SIGTERM, lambda *_: told.append(True))
     n_ltd, vocab_size = len(model.ltd_layers) if cfg.ltd != "off" else 0, store.meta["vocab_size"]
+    layers = torch.tensor(model.ltd_layers, device=device)
     # backward costs twice the forward pass
     flops = np.array([3 * r * forward_flops(cfg.n_layer, cfg.n_embd, vocab_size, T, K, n_ltd)
                       for r, T, K in zip(plan.rows.tolist(), plan.length.tolist(), plan.keep.tolist())], float)
@@ -358,7 +361,7 @@ def main():
         micro, total, hashes = cfg.batch_size * pieces, torch.zeros((), device=device), []
         for i in range(0, len(x), micro):
             part = slice(i, i + micro)
-            keep = ltd.draw(cfg.seed, step, place[part], model.ltd_layers, T, K) if K < T else None
+            keep = ltd.draw(cfg.seed, step, place[part], layers, T, K) if K < T else None
             if cfg.dropout:     # masks follow from (seed, step, row): a resume needs no generator's state, and ranks equal one process
                 torch.manual_seed(int(np.random.SeedSequence((cfg.seed, step, first * pieces + i)).generate_state(1)[0]))
             with net.no_sync() if world > 1 and i + micro < len(x) else contextlib.nullcontext():
