@@ -115,6 +115,13 @@ __global__ void __launch_bounds__(256) ltd_move(V* x, V* y, const int* keep, lon
     }
 }
 
+// the widest word, in bytes, that divides a row and both addresses (their bits or-ed together)
+inline int ltd_width(u64 bits) {
+    int width = 16;
+    while (bits % width) width /= 2;
+    return width;
+}
+
 // threads of a block for rows of `words` words: along a row, and rows
 inline void ltd_shape(long long words, int* along, int* rows) {
     *along = 1;
@@ -182,9 +189,9 @@ static void move_rows(const char* name, const Tensor& x, const Tensor& y, const 
                     y.is_cuda() && y.get_device_index() == x.get_device_index(), name, ": y must be contiguous (B, K, C) of x's dtype and device");
     const int64_t bytes = C * (int64_t)x.element_size(), moved = B * K;
     if (!moved || !bytes) return;
+    STD_TORCH_CHECK(moved < (1ll << 31), name, ": B * K must be below 2^31, not ", moved);
     char *px = (char*)x.data_ptr(), *py = (char*)y.data_ptr();
-    const uint64_t bits = (uint64_t)px | (uint64_t)py | (uint64_t)bytes;
-    const int64_t width = bits % 16 == 0 ? 16 : bits % 8 == 0 ? 8 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
+    const int width = ltd_width((u64)px | (u64)py | (u64)bytes);
     int along, rows;
     ltd_shape(bytes / width, &along, &rows);
     const dim3 block(along, rows);
