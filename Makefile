@@ -8,9 +8,14 @@ train: .venv/ready
 test: .venv/ready
 	$(PY) -m pytest -q tests
 
+# on a machine with a GPU, with its own python: the device tests, then the kernel's times
+gpu:
+	$(PYTHON) -m pytest -q -m gpu tests
+	$(PYTHON) bench.py kernel
+
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install -q -r requirements.txt
 	touch $@
 
-.PHONY: train test
+.PHONY: train test gpu

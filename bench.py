@@ -1,11 +1,12 @@
-"""Measure: training steps with and without token dropping, and the tables of finished runs.
+"""Measure: training steps with and without token dropping, the kernels, and the tables of finished runs.
 
     python bench.py step                      step time at K/T = 1, 1/2, 1/4 beside what the FLOP count predicts
     python bench.py step --nanogpt=FOLDER     the dense step beside nanoGPT's, from its source folder
+    python bench.py kernel                    draw, gather, scatter and a dropped layer beside their torch forms
     python bench.py table out/my_runs/*       mean, deviation, n and cost of every arm, and a plot
 
-Contenders of one measurement take turns, step by step, and medians are compared: on a shared machine only ratios within one
-run mean anything. Each command prints a table, then one JSON line.
+Contenders of one measurement take turns, step by step, and medians are compared: on a shared machine only ratios within
+one run mean anything. Each command prints a table, then one JSON line.
 """
 import importlib.util
 import json
@@ -21,7 +22,7 @@ import torch
 
 import ltd
 from data import parse_flags, run_command
-from model import GPT, forward_flops
+from model import GPT, Block, forward_flops
 from output import read_log
 
 
@@ -40,6 +41,17 @@ class StepConfig:
 
 
 @dataclass
+class KernelConfig:
+    batch_size: int = 0         # rows; 0 = 8 on a GPU, 2 on a CPU
+    block_size: int = 0         # tokens a row; 0 = 2048 on a GPU, 512 on a CPU
+    keep: int = 0               # kept tokens; 0 = half of them
+    n_embd: int = 0             # channels; 0 = 2048 on a GPU, 256 on a CPU
+    n_ltd: int = 22             # dropped layers of the draw
+    rounds: int = 20            # turns of each contender
+    ltd_kernel: str = "auto"    # as in train.py
+
+
+@dataclass
 class TableConfig:
     png: str = "table.png"      # where to draw loss over layer-tokens; empty = nowhere
 
@@ -48,20 +60,24 @@ class TableConfig:
 # step
 
 
-def alternate(contenders, rounds, device):
-    """Median milliseconds of each callable, run in turns after two warm-up rounds."""
+def alternate(contenders, rounds, device, calls=1):
+    """Median milliseconds a call of each callable, run in turns of `calls` calls after two warm-up rounds."""
     times = {name: [] for name in contenders}
+    sync = torch.cuda.synchronize if device == "cuda" else lambda: None
     for i in range(rounds + 2):
         for name, step in contenders.items():
-            if device == "cuda":
-                torch.cuda.synchronize()
+            sync()
             t0 = time.perf_counter()
-            step(i)
-            if device == "cuda":
-                torch.cuda.synchronize()
+            for _ in range(calls):
+                step(i)
+            sync()
             if i > 1:
-                times[name].append((time.perf_counter() - t0) * 1e3)
+                times[name].append((time.perf_counter() - t0) * 1e3 / calls)
     return {name: statistics.median(t) for name, t in times.items()}
+
+
+def name_of(device):
+    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def train_step(model, params, optimizer, x, y, keep=None):
@@ -83,7 +99,8 @@ def nanogpt_step(folder, cfg, x, y):
     theirs = importlib.util.module_from_spec(spec)
     sys.modules["nanogpt_model"] = theirs           # its dataclass looks itself up
     spec.loader.exec_module(theirs)
-    model = theirs.GPT(theirs.GPTConfig(block_size=cfg.block_size, vocab_size=cfg.vocab_size, n_layer=cfg.n_layer, n_head=cfg.n_head, n_embd=cfg.n_embd, bias=False)).to(x.device)
+    model = theirs.GPT(theirs.GPTConfig(block_size=cfg.block_size, vocab_size=cfg.vocab_size, n_layer=cfg.n_layer,
+                                        n_head=cfg.n_head, n_embd=cfg.n_embd, bias=False)).to(x.device)
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), x.device.type)
 
     def step(i):
@@ -109,22 +126,100 @@ def bench_step(cfg):
         model = GPT(cfg.vocab_size, T, cfg.n_layer, cfg.n_head, cfg.n_embd, dtype=dtype).to(device)
         params, rows = list(model.parameters()), torch.arange(B, device=device)
         optimizer = torch.optim.AdamW(params, lr=1e-3, fused=True)
-        return lambda i: train_step(model, params, optimizer, x, y, ltd.draw(0, i, rows, model.ltd_layers, T, K) if K < T else None)
+        return lambda i: train_step(model, params, optimizer, x, y,
+                                    ltd.draw(0, i, rows, model.ltd_layers, T, K) if K < T else None)
     kept = [T] if cfg.nanogpt else [T, T // 2, T // 4]
     contenders = {f"K/T = {K / T:g}" if not cfg.nanogpt else "winnow, dense": ours(K) for K in kept}
     if cfg.nanogpt:
         contenders["nanoGPT"] = nanogpt_step(cfg.nanogpt, cfg, x, y)
     ms = alternate(contenders, cfg.rounds, device)
     base = list(ms.values())[-1 if cfg.nanogpt else 0]
-    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{cfg.n_layer} layers, {cfg.n_embd} channels, T {T}, batch {B}, {dtype} on {where}, median of {cfg.rounds} steps in turns\n")
-    print(f"| step | ms | ratio |{'' if cfg.nanogpt else ' predicted by FLOPs | measured / predicted |'}\n|---|---|---|{'' if cfg.nanogpt else '---|---|'}")
+    where = name_of(device)
+    print(f"{cfg.n_layer} layers, {cfg.n_embd} channels, T {T}, batch {B}, {dtype} on {where}, "
+          f"median of {cfg.rounds} steps in turns\n")
+    more, rule = ("", "") if cfg.nanogpt else (" predicted by FLOPs | measured / predicted |", "---|---|")
+    print(f"| step | ms | ratio |{more}\n|---|---|---|{rule}")
     result = {"bench": "step", "device": where, "torch": torch.__version__, "ms": ms}
+    shape = cfg.n_layer, cfg.n_embd, cfg.vocab_size, T
     for (name, t), K in zip(ms.items(), kept + kept):
-        cost = forward_flops(cfg.n_layer, cfg.n_embd, cfg.vocab_size, T, K, cfg.n_layer - 2) / forward_flops(cfg.n_layer, cfg.n_embd, cfg.vocab_size, T)
-        print(f"| {name} | {t:.1f} | {t / base:.3f} |" + ("" if cfg.nanogpt else f" {cost:.3f} | {t / base / cost:.3f} |"))
+        cost = forward_flops(*shape, K, cfg.n_layer - 2) / forward_flops(*shape)
+        more = "" if cfg.nanogpt else f" {cost:.3f} | {t / base / cost:.3f} |"
+        print(f"| {name} | {t:.1f} | {t / base:.3f} |{more}")
         result.setdefault("ratio", {})[name] = round(t / base, 4)
         result.setdefault("predicted", {})[name] = round(cost, 4)
+    print(json.dumps(result))
+
+
+# -----------------------------------------------------------------------------
+# kernel
+
+
+def bench_kernel(cfg):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_gpu = device == "cuda"
+    B, T = cfg.batch_size or (8 if on_gpu else 2), cfg.block_size or (2048 if on_gpu else 512)
+    C, K, n = cfg.n_embd or (2048 if on_gpu else 256), cfg.keep or T // 2, cfg.n_ltd
+    dtype, calls = (torch.bfloat16, 20) if on_gpu else (torch.float32, 3)
+    print(f"ltd: {ltd.load_kernel(cfg.ltd_kernel, device)}; torch {torch.__version__}, {name_of(device)}; "
+          f"B {B}, T {T}, K {K}, C {C}, {dtype}")
+    rows, layers = torch.arange(B, device=device), torch.arange(1, n + 1, device=device)
+    keep = ltd.draw(0, 0, rows, layers, T, K)[:, 0].contiguous()
+    x, y = torch.randn(B, T, C, device=device, dtype=dtype), torch.randn(B, K, C, device=device, dtype=dtype)
+    wide, batch, long = keep.long()[..., None].expand(-1, -1, C), rows[:, None], keep.long()
+    block = Block(C, max(1, C // 128)).to(device)
+
+    def layer(drop):
+        def step(i):
+            leaf = x.detach().requires_grad_()
+            drop(leaf * 1).sum().backward()         # * 1: the stream is a sum's result, as in the model
+            block.zero_grad()
+        return step
+
+    def indexing(x):
+        out = x.clone()
+        out[batch, long] = block(x[batch, long])
+        return out
+
+    def plain(x):
+        return x.scatter(1, wide, block(x.gather(1, wide)))
+
+    groups = {      # name: (ideal rows moved, {contender: call})
+        f"draw, {n} layers": (0, {
+            "ours": lambda i: ltd.draw(0, i, rows, layers, T, K),
+            "torch, hash": lambda i: ltd._draw(0, i, rows, layers, T, K),
+            "torch, rand + argsort": lambda i: torch.rand(B, n, T, device=device).argsort(-1)[..., :K].sort(-1)}),
+        "gather": (2 * K, {
+            "ours": lambda i: torch.ops.ltd.gather(x, keep),
+            "torch, gather": lambda i: x.gather(1, wide), "torch, indexing": lambda i: x[batch, long]}),
+        "scatter": (2 * K, {
+            "ours": lambda i: torch.ops.ltd.scatter_(x, y, keep), "torch, scatter_": lambda i: x.scatter_(1, wide, y),
+            "torch, indexing": lambda i: x.index_put_((batch, long), y)}),
+        "dropped layer, forward and backward": (0, {
+            "ours": layer(lambda x: ltd.drop(block, x, keep, inplace=True)),
+            "torch, gather + scatter": layer(plain), "torch, indexing": layer(indexing)}),
+    }
+    if on_gpu:      # on a CPU compiling takes a minute and gains nothing
+        compiled_gather = torch.compile(lambda x: x.gather(1, wide))
+        compiled_scatter = torch.compile(lambda x, y: x.scatter_(1, wide, y))
+        compiled = {"gather": lambda i: compiled_gather(x), "scatter": lambda i: compiled_scatter(x, y),
+                    "dropped layer, forward and backward": layer(torch.compile(plain))}
+        for name, call in compiled.items():
+            groups[name][1]["torch, compiled"] = call
+    big, target = torch.empty(2, 256 << 20 if on_gpu else 16 << 20, dtype=torch.uint8, device=device)
+    copy = 2 * big.numel() / alternate({"copy": lambda i: target.copy_(big)}, cfg.rounds, device, calls)["copy"] / 1e6
+    print(f"device copy: {copy:.0f} GB/s read and written\n\n"
+          "| what | form | us | GB/s | of copy |\n|---|---|---|---|---|")
+    result = {"bench": "kernel", "device": name_of(device), "torch": torch.__version__, "shape": [B, T, K, C],
+              "copy_gb_s": round(copy), "us": {}}
+    for what, (ideal, contenders) in groups.items():
+        for form, ms in alternate(contenders, cfg.rounds, device, calls).items():
+            rate = B * ideal * C * x.element_size() / ms / 1e6
+            rates = f" {rate:.0f} | {rate / copy:.0%} |" if ideal else " - | - |"
+            print(f"| {what} | {form} | {ms * 1e3:.1f} |{rates}")
+            result["us"].setdefault(what, {})[form] = round(ms * 1e3, 1)
+    moved = B * C * x.element_size() / 2**20
+    print(f"\nforward traffic of a dropped layer: ours 4K rows = {4 * K * moved:.0f} MiB; "
+          f"a scatter into a copy 4K + 2T rows = {(4 * K + 2 * T) * moved:.0f} MiB")
     print(json.dumps(result))
 
 
@@ -139,17 +234,20 @@ def read_run(folder):
     about, _, val = read_log(folder)
     last = val.get(about["steps"])
     if not last:
-        raise ValueError(f"{folder} has not ended (step {max(val)} of {about['steps']}): python train.py --resume --out={folder}")
+        raise ValueError(f"{folder} has not ended (step {max(val)} of {about['steps']}): "
+                         f"python train.py --resume --out={folder}")
     return about, last, [(r["layer_tokens"], r["seconds"], r["val_loss"]) for _, r in sorted(val.items())]
 
 
 def arm_of(config):
     """A run's arm, named by its techniques."""
-    parts = [p.partition(":")[0] for p in config["pool"] if p != "off"] + [config["seqlen"].partition(":")[0]] * (config["seqlen"] != "off")
-    return " + ".join(parts + ["LTD"] * (config["ltd"] != "off")) or "dense"
+    parts = [p.partition(":")[0] for p in config["pool"] if p != "off"]
+    parts += [config["seqlen"].partition(":")[0]] * (config["seqlen"] != "off") + ["LTD"] * (config["ltd"] != "off")
+    return " + ".join(parts) or "dense"
 
 
-T95 = [math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26]     # two-sided 95 % points of Student's t, by degrees of freedom
+# two-sided 95 % points of Student's t, by degrees of freedom
+T95 = [math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26]
 
 
 def mean_sd(values):
@@ -167,12 +265,15 @@ def bench_table(cfg, folders):
         fingerprints.add(about["fingerprint"])
         runs[arm_of(c)][c["learning_rate"]][c["seed"]] = (last, curve)
     if len(fingerprints) > 1:
-        raise ValueError(f"these runs are of different corpora ({', '.join(sorted(fingerprints))}); compare one corpus at a time")
-    best = {arm: min(rates, key=lambda lr: mean_sd([r[0]["val_loss"] for r in rates[lr].values()])[0]) for arm, rates in runs.items()}
+        raise ValueError(f"these runs are of different corpora ({', '.join(sorted(fingerprints))}); "
+                         "compare one corpus at a time")
+    mean_loss = lambda seeds: mean_sd([r[0]["val_loss"] for r in seeds.values()])[0]
+    best = {arm: min(rates, key=lambda lr: mean_loss(rates[lr])) for arm, rates in runs.items()}
     dense = runs["dense"][best["dense"]] if "dense" in runs else {}
-    print(f"corpus {fingerprints.pop()}; last checkpoint, full-length dense evaluation; learning rate: the best by mean of those tried\n")
-    print("| arm | learning rate | validation loss, mean (sd) | n | minus dense, paired, 95 % | tokens sampled | with a loss | layer-tokens | seconds |\n"
-          "|---|---|---|---|---|---|---|---|---|")
+    print(f"corpus {fingerprints.pop()}; last checkpoint, full-length dense evaluation; "
+          "learning rate: the best by mean of those tried\n")
+    print("| arm | learning rate | validation loss, mean (sd) | n | minus dense, paired, 95 % | tokens sampled "
+          "| with a loss | layer-tokens | seconds |\n|---|---|---|---|---|---|---|---|---|")
     result = {"bench": "table", "arms": {}}
     for arm in sorted(runs, key=lambda a: (a != "dense", a)):
         chosen = runs[arm][best[arm]]
@@ -185,12 +286,15 @@ def bench_table(cfg, folders):
             gap = f"{d:+.4f} +- {half:.4f}" + ("" if abs(d) > half else " (does not differ)")
         first = next(iter(chosen.values()))[0]
         seconds = statistics.mean(r[0]["seconds"] for r in chosen.values())
-        print(f"| {arm} | {best[arm]:g} of {', '.join(f'{lr:g}' for lr in sorted(runs[arm]))} | {mean:.4f} ({sd:.4f}) | {len(chosen)} | {gap} | {first['sampled'] / 1e6:.2f}M | "
-              f"{first['tokens'] / 1e6:.2f}M | {first['layer_tokens'] / 1e6:.2f}M | {seconds:.0f} |")
+        tried = ", ".join(f"{lr:g}" for lr in sorted(runs[arm]))
+        spent = " | ".join(f"{first[k] / 1e6:.2f}M" for k in ("sampled", "tokens", "layer_tokens"))
+        print(f"| {arm} | {best[arm]:g} of {tried} | {mean:.4f} ({sd:.4f}) | {len(chosen)} | {gap} | {spent} "
+              f"| {seconds:.0f} |")
         result["arms"][arm] = {"lr": best[arm], "mean": round(mean, 4), "sd": round(sd, 4), "n": len(chosen)}
     print("\nthe sweep: mean validation loss (n)\n")
     for arm, rates in sorted(runs.items()):
-        print(f"    {arm:<24}" + "  ".join(f"{lr:g}: {mean_sd([r[0]['val_loss'] for r in seeds.values()])[0]:.4f} ({len(seeds)})" for lr, seeds in sorted(rates.items())))
+        cells = (f"{lr:g}: {mean_loss(seeds):.4f} ({len(seeds)})" for lr, seeds in sorted(rates.items()))
+        print(f"    {arm:<24}" + "  ".join(cells))
     if cfg.png:
         import matplotlib
         matplotlib.use("Agg")
@@ -198,7 +302,7 @@ def bench_table(cfg, folders):
         _, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
         for arm in sorted(runs, key=lambda a: (a != "dense", a)):
             curves = [r[1] for r in runs[arm][best[arm]].values()]
-            points = [[statistics.mean(c[i][k] for c in curves) for k in range(3)] for i in range(min(map(len, curves)))][1:]
+            points = [[statistics.mean(v) for v in zip(*at)] for at in zip(*curves)][1:]    # mean over the seeds
             for ax, k in zip(axes, (0, 1)):
                 ax.plot([p[k] for p in points], [p[2] for p in points], marker=".", label=f"{arm} (n = {len(curves)})")
         axes[0].set(xlabel="layer-tokens", ylabel="validation loss (nats a token)")
@@ -211,12 +315,15 @@ def bench_table(cfg, folders):
 
 def main():
     what, *argv = sys.argv[1:] or [""]
+    folders, flags = [a for a in argv if not a.startswith("--")], [a for a in argv if a.startswith("--")]
+    if what == "table":
+        return bench_table(parse_flags(TableConfig, flags, "Tables of finished runs.")[0], folders)
     if what == "step":
         return bench_step(parse_flags(StepConfig, argv, "Time training steps.")[0])
-    if what == "table":
-        folders = [a for a in argv if not a.startswith("--")]
-        return bench_table(parse_flags(TableConfig, [a for a in argv if a.startswith("--")], "Tables of finished runs.")[0], folders)
-    raise ValueError("bench.py measures one thing a call: python bench.py step | table FOLDERS; --help behind either lists its flags")
+    if what == "kernel":
+        return bench_kernel(parse_flags(KernelConfig, argv, "Time the kernels of token dropping.")[0])
+    raise ValueError("bench.py measures one thing a call: python bench.py step | kernel | table FOLDERS; "
+                     "--help behind one lists its flags")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ import numpy as np
 GRAMMAR = """START..END:DURATION[:SHAPE]
     START, END   numbers, or both with % (of the metric's samples; of block_size for --seqlen and --ltd)
     DURATION     optimizer steps, or % of the steps that a plain run of the same budget would take
-    SHAPE        linear (default), sqrt, root3, root4, ..., constant (START until DURATION, then END), FILE.py:FUNCTION"""
+    SHAPE        linear (default), sqrt, root3, root4, ..., constant (START until DURATION, then END), FILE.py:FUNCTION\
+"""
 
 
 def pace(step, start, end, duration, root=1, multiple=1):
@@ -69,7 +70,8 @@ class Pace:
         """Read `[NAME:]START..END:DURATION[:SHAPE]`. Raises ValueError with the grammar and a working example."""
         number = r"(\d+(?:\.\d+)?)(%?)"
         m = re.fullmatch(rf"(?:(.+?):)?{number}\.\.{number}:{number}(?::(.+))?", text.strip())
-        refuse = f"{flag}={text} is not understood; it takes {'NAME:' if named else ''}{GRAMMAR}\n    example      {flag}={example}"
+        refuse = (f"{flag}={text} is not understood; it takes {'NAME:' if named else ''}{GRAMMAR}\n"
+                  f"    example      {flag}={example}")
         if not m or bool(m[1]) != named or m[3] != m[5]:
             raise ValueError(refuse)
         shape = m[8] or "linear"
@@ -77,7 +79,8 @@ class Pace:
             raise ValueError(refuse)
         p = cls(m[1] or "", float(m[2]), float(m[4]), m[3] == "%", float(m[6]), m[7] == "%", shape, text.strip())
         if p.start > p.end:
-            raise ValueError(f"{flag}={text}: START {p.start:g} is above END {p.end:g}; a pace only grows. Example: {flag}={example}")
+            raise ValueError(f"{flag}={text}: START {p.start:g} is above END {p.end:g}; a pace only grows. "
+                             f"Example: {flag}={example}")
         if p.percent and p.end > 100:
             raise ValueError(f"{flag}={text}: END {p.end:g}% is above 100%. Example: {flag}={example}")
         return p
@@ -99,7 +102,8 @@ class Pace:
             t = np.asarray(step)
             d = np.array([float(f(int(i))) for i in t.ravel()]).reshape(t.shape)
             return snap(np.clip(d, start, end), d >= end, start, end, multiple)
-        return pace(step, start, end, duration, {"linear": 1, "sqrt": 2}.get(self.shape) or int(self.shape[4:]), multiple)
+        root = {"linear": 1, "sqrt": 2}.get(self.shape) or int(self.shape[4:])
+        return pace(step, start, end, duration, root, multiple)
 
     def limit(self, step, plain_steps):
         """The difficulty limit of a pool at step(s). A bound with a fraction (0.2..0.9) means a scale finer than 1, a
@@ -134,7 +138,8 @@ def admission(values, p, n_steps, plain_steps):
     """
     n, limit = len(values), p.limit(np.arange(n_steps), plain_steps)
     if (np.diff(limit) < 0).any():
-        raise ValueError(f"--pool={p.text}: the limit falls at step {int(np.argmax(np.diff(limit) < 0)) + 1}; a pool can only grow")
+        falls = int(np.argmax(np.diff(limit) < 0)) + 1
+        raise ValueError(f"--pool={p.text}: the limit falls at step {falls}; a pool can only grow")
     level, first = np.unique(limit, return_index=True)          # (n_levels,) and the step where each begins
     first = np.append(first, NEVER).astype(np.int32)
     if not p.percent:
@@ -157,7 +162,8 @@ def admission_steps(columns, paces, n_steps, plain_steps):
     if steps.min() > 0:
         what = "; ".join(f"{p.text} begins at {p.start:g}{'%' * p.percent}, the easiest sample has {np.min(v):g}"
                          for v, p in zip(columns, paces))
-        raise ValueError(f"--pool: no sample is admitted at step 0 ({what}); start higher, or by percentile as in --pool=voc:1%..100%:40%")
+        raise ValueError(f"--pool: no sample is admitted at step 0 ({what}); "
+                         "start higher, or by percentile as in --pool=voc:1%..100%:40%")
     return steps
 
 
@@ -179,7 +185,8 @@ class Sampler:
             raise ValueError(f"a sampler needs samples and a batch, not {n_samples} and {global_batch}")
         self.n, self.batch, self.seed = n_samples, global_batch, seed
         if admitted_at is None:
-            self.order, self.steps, self.sizes = np.arange(n_samples, dtype=np.int32), np.zeros(1), np.array([n_samples])
+            self.order = np.arange(n_samples, dtype=np.int32)
+            self.steps, self.sizes = np.zeros(1), np.array([n_samples])
         else:
             self.order = np.argsort(admitted_at, kind="stable").astype(np.int32)   # every pool is a prefix of this
             self.steps, counts = np.unique(admitted_at, return_counts=True)
@@ -193,7 +200,9 @@ class Sampler:
     def pool_size(self, step):
         """Samples admitted at step(s)."""
         i = np.searchsorted(self.steps, step, side="right") - 1
-        return np.where(i >= 0, self.sizes[np.maximum(i, 0)], 0) if np.ndim(step) else int(self.sizes[i]) if i >= 0 else 0
+        if np.ndim(step):
+            return np.where(i >= 0, self.sizes[np.maximum(i, 0)], 0)
+        return int(self.sizes[i]) if i >= 0 else 0
 
     def ids(self, step):
         """Sample ids of the global batch of `step`: (global_batch,) int64. Cheapest when asked in order."""
@@ -231,7 +240,7 @@ class Sampler:
 
 
 def truncate(rows, length):
-    """Keep the first `length` inputs of each row. rows: (B, T+1) tokens; returns x, y of (B, length), y shifted by one."""
+    """Keep each row's first `length` inputs. rows: (B, T+1) tokens; returns x, y of (B, length), y shifted by one."""
     return rows[:, :length], rows[:, 1:length + 1]
 
 

@@ -40,18 +40,20 @@ def read_meta(folder):
     """meta.json of a store, checked against its files. Raises ValueError naming the file at fault."""
     folder = Path(folder)
     if not (folder / "meta.json").is_file():
-        raise ValueError(f"{folder} holds no meta.json; make the data with: python data_analyze.py --text=FILE_OR_FOLDER --out={folder}")
+        raise ValueError(f"{folder} holds no meta.json; make the data with: "
+                         f"python data_analyze.py --text=FILE_OR_FOLDER --out={folder}")
     meta = json.loads((folder / "meta.json").read_text())
     for split, tokens in meta["tokens"].items():
         file, want = folder / f"{split}.bin", tokens * np.dtype(meta["dtype"]).itemsize
         size = file.stat().st_size if file.is_file() else -1
         if size != want and not (want == 0 and size == -1):
-            raise ValueError(f"{file} has {'no file' if size < 0 else f'{size} bytes'}, meta.json promises {want}; make the data again")
+            has = "no file" if size < 0 else f"{size} bytes"
+            raise ValueError(f"{file} has {has}, meta.json promises {want}; make the data again")
     return meta
 
 
 class Store:
-    """The samples of one split. Sample i = tokens[i*T : i*T + T + 1]: T inputs and the label of the last one. Samples do
+    """The samples of one split. Sample i = tokens[i*T : i*T + T + 1]: T inputs and the last one's label. Samples do
     not overlap; the last label is the next sample's first input. What is left at the end (under T + 1) is not used."""
 
     def __init__(self, folder, split, block_size):
@@ -59,30 +61,33 @@ class Store:
         n = self.meta["tokens"].get(split, 0)
         self.n_samples = max(0, n - 1) // block_size
         if not self.n_samples:
-            raise ValueError(f"{self.folder}/{split}.bin has {n} tokens; one sample of --block_size={block_size} needs {block_size + 1}: "
-                             "give more text or a smaller --block_size")
+            raise ValueError(f"{self.folder}/{split}.bin has {n} tokens; one sample of --block_size={block_size} "
+                             f"needs {block_size + 1}: give more text or a smaller --block_size")
         self.tokens = np.memmap(self.folder / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
-        self._windows = np.lib.stride_tricks.sliding_window_view(self.tokens, block_size + 1)[::block_size]   # a view, no copy
+        self._windows = np.lib.stride_tricks.sliding_window_view(self.tokens, block_size + 1)[::block_size]   # a view
 
     def rows(self, ids):
         """(B,) sample ids -> (B, T+1) int64 tokens. Raises ValueError where a token lies outside the vocabulary."""
         rows = self._windows[ids].astype(np.int64)
         if rows.size and rows.max() >= self.meta["vocab_size"]:
-            raise ValueError(f"{self.folder}/{self.split}.bin holds token {rows.max()}, meta.json promises vocab_size {self.meta['vocab_size']}")
+            raise ValueError(f"{self.folder}/{self.split}.bin holds token {rows.max()}, "
+                             f"meta.json promises vocab_size {self.meta['vocab_size']}")
         return rows
 
     def column(self, metric):
-        """One difficulty a sample, (N,), as written by data_analyze.py. Refuses a column of other data by its fingerprint."""
+        """One difficulty a sample, (N,), written by data_analyze.py. Refuses one of other data by its fingerprint."""
         base = self.folder / f"T{self.block_size}" / metric
         again = f"python data_analyze.py --data={self.folder} --block_size={self.block_size} --metric={metric}"
         if not base.with_suffix(".npy").is_file() or not base.with_suffix(".json").is_file():
             raise ValueError(f"{base}.npy is missing; make it with: {again}")
         info = json.loads(base.with_suffix(".json").read_text())
         if info["fingerprint"] != self.meta["fingerprint"]:
-            raise ValueError(f"{base}.npy belongs to other data ({info['fingerprint']}, not {self.meta['fingerprint']}); make it again: {again}")
+            raise ValueError(f"{base}.npy belongs to other data ({info['fingerprint']}, "
+                             f"not {self.meta['fingerprint']}); make it again: {again}")
         values = np.load(base.with_suffix(".npy"), mmap_mode="r")
         if len(values) != self.n_samples:
-            raise ValueError(f"{base}.npy has {len(values)} values for {self.n_samples} samples; make it again: {again}")
+            raise ValueError(f"{base}.npy has {len(values)} values for {self.n_samples} samples; "
+                             f"make it again: {again}")
         return values
 
 
@@ -125,7 +130,7 @@ LONGEST_RUN = 65_536    # more white space than this in one run overflows the st
 
 
 def tiktoken_encoding(name, limit_s=20):
-    """tiktoken.get_encoding, refused within limit_s seconds where its vocabulary is neither cached nor to be fetched."""
+    """tiktoken.get_encoding, refused within limit_s seconds where its vocabulary is neither cached nor fetchable."""
     import tiktoken
     result = []
 
@@ -140,10 +145,12 @@ def tiktoken_encoding(name, limit_s=20):
     if result and not isinstance(result[0], Exception):
         return result[0]
     if name not in tiktoken.list_encoding_names():
-        raise ValueError(f"--tokenizer={name} is unknown; it takes bpe, bytes, a tokenizer.json, or one of {', '.join(tiktoken.list_encoding_names())}")
+        raise ValueError(f"--tokenizer={name} is unknown; it takes bpe, bytes, a tokenizer.json, "
+                         f"or one of {', '.join(tiktoken.list_encoding_names())}")
     why = type(result[0]).__name__ if result else f"no answer in {limit_s} s"
-    raise ValueError(f"--tokenizer={name}: its vocabulary file is not cached and cannot be fetched ({why}); put it into a folder under "
-                     "the name that tiktoken gives it (the SHA-1 of its address) and set TIKTOKEN_CACHE_DIR, or use --tokenizer=bpe")
+    raise ValueError(f"--tokenizer={name}: its vocabulary file is not cached and cannot be fetched ({why}); "
+                     "put it into a folder under the name that tiktoken gives it (the SHA-1 of its address) "
+                     "and set TIKTOKEN_CACHE_DIR, or use --tokenizer=bpe")
 
 
 class Tokenizer:
@@ -170,7 +177,8 @@ class Tokenizer:
             return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
         pieces = [text]
         if len(text) > LONGEST_RUN and (run := re.search(rf"\s{{{LONGEST_RUN}}}", text)):
-            pieces = [text[:run.start()]] + [text[i:i + LONGEST_RUN] for i in range(run.start(), len(text), LONGEST_RUN)]
+            at = run.start()
+            pieces = [text[:at]] + [text[i:i + LONGEST_RUN] for i in range(at, len(text), LONGEST_RUN)]
         return np.concatenate([self.encoding.encode_to_numpy(p, disallowed_special=()) for p in pieces])
 
     def decode(self, ids):
@@ -209,7 +217,7 @@ def _bool(text):
 
 def parse_flags(cls, argv, about):
     """Read --flag=value into dataclass `cls`. Returns (config, the set of flags given). Types are those of the fields:
-    int takes 1e6, bool takes true/false or nothing, list fields repeat. Raises ValueError with the nearest flag's name."""
+    int takes 1e6, bool takes true/false or nothing, lists repeat. Raises ValueError with the nearest flag's name."""
     help_of = dict(re.findall(r"^    (\w+):[^#\n]*#\s*(.*)$", inspect.getsource(cls), re.M))
     parser = _Parser(description=about, allow_abbrev=False)
     names = [f.name for f in dataclasses.fields(cls)]
@@ -217,14 +225,16 @@ def parse_flags(cls, argv, about):
         name = word.lstrip("-").partition("=")[0]
         if name not in names and name not in ("help", "h"):
             near = difflib.get_close_matches(name, names, 1)
-            raise ValueError(f"{word} is no flag of this command" + (f"; did you mean --{near[0]}?" if near else "; --help lists the flags"))
+            hint = f"did you mean --{near[0]}?" if near else "--help lists the flags"
+            raise ValueError(f"{word} is no flag of this command; {hint}")
         if not word.startswith("--") and word != "-h":
             raise ValueError(f"{word}: flags begin with two dashes: --{word.lstrip('-')}")
     for f in dataclasses.fields(cls):
         kind = type(f.default) if f.default is not dataclasses.MISSING else list
-        extra = {"nargs": "?", "const": True, "metavar": "BOOL"} if kind is bool else {"action": "append"} if kind is list else {}
-        parser.add_argument(f"--{f.name}", type={int: _int, bool: _bool, float: float}.get(kind, str), default=argparse.SUPPRESS,
-                            help=f"{help_of[f.name]}{'' if kind is list else f' (default: {f.default})'}".replace("%", "%%"), **extra)
+        extra = {bool: {"nargs": "?", "const": True, "metavar": "BOOL"}, list: {"action": "append"}}.get(kind, {})
+        help_text = help_of[f.name] + ("" if kind is list else f" (default: {f.default})")
+        parser.add_argument(f"--{f.name}", type={int: _int, bool: _bool, float: float}.get(kind, str),
+                            default=argparse.SUPPRESS, help=help_text.replace("%", "%%"), **extra)
     # "--flag value" would be ambiguous with a bool; every word is its own flag
     try:
         given = vars(parser.parse_args(argv))
@@ -234,8 +244,8 @@ def parse_flags(cls, argv, about):
 
 
 def run_command(main):
-    """Call main(); a ValueError of ours is the user's mistake: one line, exit code 2. One raised anywhere else is a fault
-    of the program and keeps its traceback."""
+    """Call main(); a ValueError of ours is the user's mistake: one line, exit code 2. One raised anywhere else is a
+    fault of the program and keeps its traceback."""
     try:
         main()
     except ValueError as e:

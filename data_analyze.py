@@ -25,17 +25,18 @@ import numpy as np
 from data import Store, Tokenizer, parse_flags, read_meta, run_command, write_atomic
 
 EMBEDDED = "data/stdlib"
-PATTERN = (r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+""")
+PATTERN = (r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"""
+           r"""| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+""")
 TRAIN_CHARS = 200_000_000   # a trained BPE reads this much of the corpus at most
 
 
 @dataclass
 class Config:
-    text: list = field(default_factory=list)  # files or folders of .txt, .jsonl, .jsonl.gz (repeatable); none = the embedded corpus
+    text: list = field(default_factory=list)  # files/folders of .txt, .jsonl[.gz] (repeatable); none = embedded corpus
     out: str = ""               # folder to write; data/stdlib for the embedded corpus
     data: str = ""              # an existing store: compute difficulty columns only
     text_key: str = "text"      # field of a JSON line that holds the text
-    tokenizer: str = "bpe"      # bpe (trained here), bytes, a tiktoken name (gpt2, o200k_base, ...), or a saved tokenizer.json
+    tokenizer: str = "bpe"      # bpe (trained here), bytes, a tiktoken name (gpt2, o200k_base, ...) or a tokenizer.json
     vocab_size: int = 2048      # of a trained bpe
     val_fraction: float = 0.05  # share of the documents for validation: every 1/val_fraction-th
     errors: str = "strict"      # what to do with bytes that are no UTF-8: strict (refuse) or replace (count)
@@ -52,10 +53,10 @@ class Config:
 
 def text_files(paths):
     """Every file named, and every .txt, .jsonl and .jsonl.gz below every folder named, in sorted order."""
-    files = []
+    files, kinds = [], (".txt", ".jsonl", ".jsonl.gz")
     for path in map(Path, paths):
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith((".txt", ".jsonl", ".jsonl.gz")))
+            found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(kinds))
             if not found:
                 raise ValueError(f"--text={path} holds no .txt, .jsonl or .jsonl.gz file")
             files += found
@@ -74,7 +75,8 @@ def decode(raw, errors, where, counts, start_of_file=False):
         return raw.decode("utf-8")
     except UnicodeDecodeError as e:
         if errors != "replace":
-            raise ValueError(f"{where}: byte {e.start} ({raw[e.start]:#04x}) is no UTF-8; convert the file, or give --errors=replace") from None
+            raise ValueError(f"{where}: byte {e.start} ({raw[e.start]:#04x}) is no UTF-8; "
+                             "convert the file, or give --errors=replace") from None
         counts["documents with bytes replaced"] += 1
         return raw.decode("utf-8", "replace")
 
@@ -104,12 +106,15 @@ def documents(files, cfg, counts, progress=lambda n: None):
                 except json.JSONDecodeError as e:
                     counts["malformed lines skipped"] += 1
                     if counts["malformed lines skipped"] > cfg.skip_bad:
-                        raise ValueError(f"{where} is no JSON ({e.msg}); mend it, or skip up to N such lines with --skip_bad=N") from None
+                        raise ValueError(f"{where} is no JSON ({e.msg}); mend it, "
+                                         "or skip up to N such lines with --skip_bad=N") from None
                     continue
                 except KeyError:
-                    raise ValueError(f"{where} has no field {cfg.text_key!r}, only {sorted(record)}; name it with --text_key=FIELD") from None
+                    raise ValueError(f"{where} has no field {cfg.text_key!r}, only {sorted(record)}; "
+                                     "name it with --text_key=FIELD") from None
                 if not isinstance(text, str):
-                    raise ValueError(f"{where}: the field {cfg.text_key!r} must hold a text; name another one with --text_key=FIELD")
+                    raise ValueError(f"{where}: the field {cfg.text_key!r} must hold a text; "
+                                     "name another one with --text_key=FIELD")
                 try:
                     text.encode()
                 except UnicodeEncodeError:
@@ -142,11 +147,13 @@ def get_tokenizer(cfg, files):
     if cfg.tokenizer != "bpe":
         return Tokenizer({"kind": "tiktoken", "name": cfg.tokenizer})
     if cfg.vocab_size < 258:
-        raise ValueError(f"--vocab_size={cfg.vocab_size}: a BPE needs at least 258 (256 bytes, one merge, the end of text)")
+        raise ValueError(f"--vocab_size={cfg.vocab_size}: a BPE needs at least 258 "
+                         "(256 bytes, one merge, the end of text)")
     try:
         import rustbpe
     except ImportError:
-        raise ValueError("--tokenizer=bpe needs the package rustbpe (pip install rustbpe); --tokenizer=bytes needs nothing") from None
+        raise ValueError("--tokenizer=bpe needs the package rustbpe (pip install rustbpe); "
+                         "--tokenizer=bytes needs nothing") from None
 
     def some():
         chars = 0
@@ -163,7 +170,7 @@ def get_tokenizer(cfg, files):
 
 
 def encode_all(files, cfg, tokenizer, counts):
-    """Yield the tokens of each document, eot_id at its end, in order; `workers` threads encode at once (tiktoken releases
+    """Yield each document's tokens, eot_id at its end, in order; `workers` threads encode at once (tiktoken releases
     the interpreter lock). At most 4 batches a worker of about 1 MB of text, or one document, are held in memory."""
     total, start, state = sum(f.stat().st_size for f in files) or 1, time.time(), {"done": 0, "told": 0.0}
 
@@ -172,7 +179,8 @@ def encode_all(files, cfg, tokenizer, counts):
         if time.time() - state["told"] > 2 and time.time() - start > 2:
             state["told"] = time.time()
             rate = state["done"] / (time.time() - start)
-            print(f"tokenizing {state['done'] / total:4.0%} | {rate / 1e6:.1f} MB/s | eta {(total - state['done']) / rate:.0f} s", flush=True)
+            eta = (total - state["done"]) / rate
+            print(f"tokenizing {state['done'] / total:4.0%} | {rate / 1e6:.1f} MB/s | eta {eta:.0f} s", flush=True)
 
     def batches():
         batch, size = [], 0
@@ -228,7 +236,8 @@ def build(files, cfg, out, corpus):
                 tokens[split] += len(doc)
                 n_docs[split] += 1
         if not sum(tokens.values()):
-            raise ValueError(f"no tokens from {len(files)} files ({', '.join(map(str, files[:3]))}{', ...' if len(files) > 3 else ''}): all documents are empty")
+            some = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
+            raise ValueError(f"no tokens from {len(files)} files ({some}): all documents are empty")
         if cfg.val_fraction and not n_docs["val"]:
             # too few documents to spare one: the last share of the tokens is held out instead
             cut = tokens["train"] - int(tokens["train"] * cfg.val_fraction)
@@ -238,14 +247,17 @@ def build(files, cfg, out, corpus):
             tokens["val"], tokens["train"] = tokens["train"] - cut, cut
             n_docs["val"], starts = 1, [s for s in starts if s < cut]
             n_docs["train"] = len(starts)
-            print(f"only {sum(n_docs.values()) - 1} documents: the last {cfg.val_fraction:.0%} of the tokens are the validation split")
+            print(f"only {sum(n_docs.values()) - 1} documents: "
+                  f"the last {cfg.val_fraction:.0%} of the tokens are the validation split")
         spec = json.dumps(tokenizer.spec)
         sizes = json.dumps([tokens["train"], tokens["val"]])
-        fingerprint = hashlib.blake2b((digest["train"].hexdigest() + digest["val"].hexdigest() + spec + sizes).encode(), digest_size=6).hexdigest()
+        content = digest["train"].hexdigest() + digest["val"].hexdigest() + spec + sizes
+        fingerprint = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
         np.save(tmp / "train.docs.npy", np.array(starts, np.int64))
         (tmp / "tokenizer.json").write_text(spec)
-        meta = {"dtype": np.dtype(dtype).name, "tokenizer": cfg.tokenizer, "vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id,
-                "tokens": {s: tokens[s] for s in ("train", "val")}, "documents": {s: n_docs[s] for s in ("train", "val")},
+        meta = {"dtype": np.dtype(dtype).name, "tokenizer": cfg.tokenizer, "vocab_size": tokenizer.vocab_size,
+                "eot_id": tokenizer.eot_id, "tokens": {s: tokens[s] for s in ("train", "val")},
+                "documents": {s: n_docs[s] for s in ("train", "val")},
                 "corpus": corpus, "fingerprint": fingerprint, "counts": dict(counts)}
         (tmp / "meta.json").write_text(json.dumps(meta, indent=1))
         if out.exists():
@@ -253,8 +265,8 @@ def build(files, cfg, out, corpus):
         os.replace(tmp, out)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-    print(f"{out}: {tokens['train']:,} training and {tokens['val']:,} validation tokens from {n_docs['train']:,} and {n_docs['val']:,} documents, "
-          f"vocabulary {tokenizer.vocab_size}, fingerprint {fingerprint}")
+    print(f"{out}: {tokens['train']:,} training and {tokens['val']:,} validation tokens from {n_docs['train']:,} and "
+          f"{n_docs['val']:,} documents, vocabulary {tokenizer.vocab_size}, fingerprint {fingerprint}")
     for what, n in sorted(counts.items()):
         print(f"    {what}: {n:,}")
 
@@ -271,7 +283,8 @@ def unigram_surprise(tokens, vocab_size):
     for i in range(0, len(tokens), CHUNK):
         chunk = np.bincount(tokens[i:i + CHUNK], minlength=vocab_size)
         if len(chunk) > vocab_size:
-            raise ValueError(f"a token {len(chunk) - 1} lies outside the vocabulary of {vocab_size}; make the data again")
+            raise ValueError(f"a token {len(chunk) - 1} lies outside the vocabulary of {vocab_size}; "
+                             "make the data again")
         counts += chunk
     counts[counts == 0] = 1
     return -np.log(counts / counts.sum())
@@ -300,10 +313,11 @@ def analyze(folder, block_size, metrics):
         start, base = time.time(), Path(folder) / f"T{block_size}" / metric
         values = METRICS[metric](store)
         write_atomic(base.with_suffix(".npy"), lambda f: np.save(f, values))
-        info = {"metric": metric, "block_size": block_size, "samples": len(values), "fingerprint": store.meta["fingerprint"]}
+        info = {"metric": metric, "block_size": block_size, "samples": len(values),
+                "fingerprint": store.meta["fingerprint"]}
         write_atomic(base.with_suffix(".json"), lambda f: f.write(json.dumps(info).encode()))
-        q = np.quantile(values, [0, .25, .5, .75, 1])
-        print(f"{base}.npy: {len(values):,} samples in {time.time() - start:.1f} s; quartiles " + " ".join(f"{v:.4g}" for v in q))
+        quartiles = " ".join(f"{v:.4g}" for v in np.quantile(values, [0, .25, .5, .75, 1]))
+        print(f"{base}.npy: {len(values):,} samples in {time.time() - start:.1f} s; quartiles {quartiles}")
 
 
 def main():
@@ -314,7 +328,8 @@ def main():
             raise ValueError(f"--metric={m} is unknown; it takes {', '.join(METRICS)}")
     if cfg.data:
         if cfg.text or cfg.out:
-            raise ValueError("--data analyses an existing store; --text with --out makes a new one: give one of the two")
+            raise ValueError("--data analyses an existing store; --text with --out makes a new one: "
+                             "give one of the two")
         read_meta(cfg.data)
     elif cfg.text:
         if not cfg.out:

@@ -52,7 +52,8 @@ ltd_draw(u64 seed, u64 step, const long long* rows, const long long* layers, int
 #pragma unroll
     for (int j = 0; j < LTD_CACHED; j++) cached[j] = (u32)(ltd_mix(s + LTD_GOLDEN * (u64)(begin + j + 1)) >> 32);
     // every index into `cached` is a constant after unrolling, so that it stays in registers
-#define LTD_HASH(j, p) ((j) < LTD_CACHED ? cached[(j) < LTD_CACHED ? (j) : 0] : (u32)(ltd_mix(s + LTD_GOLDEN * (u64)((p) + 1)) >> 32))
+#define LTD_HASH(j, p) \
+    ((j) < LTD_CACHED ? cached[(j) < LTD_CACHED ? (j) : 0] : (u32)(ltd_mix(s + LTD_GOLDEN * (u64)((p) + 1)) >> 32))
 
     u32 v = 0;
     bool exact = false;                                 // the kept are those below v, no ties to settle
@@ -82,7 +83,7 @@ ltd_draw(u64 seed, u64 step, const long long* rows, const long long* layers, int
     __syncthreads();
     const int all_below = (int)(u32)sums[from][threads - 1];
     const u64 before = sums[from][t] - mine;
-    const int ties = K < T && !exact ? K - all_below : 0;   // how many of those equal to v are kept, the first by position
+    const int ties = K < T && !exact ? K - all_below : 0;   // how many equal to v are kept, the first by position
     int equal = (int)(before >> 32), at = (int)(u32)before + (equal < ties ? equal : ties);
     int* out = keep + (long long)blockIdx.x * K;
     if (K == T) {
@@ -101,10 +102,11 @@ ltd_draw(u64 seed, u64 step, const long long* rows, const long long* layers, int
     }
 }
 
-// Move the kept rows between x (B, T, C) and y (B, K, C), in words of V: up to 16 bytes, the widest that divides a row and
-// both addresses. threadIdx.x runs along a row, threadIdx.y over rows: neighbouring threads touch neighbouring words.
+// Move the kept rows between x (B, T, C) and y (B, K, C), in words of V: up to 16 bytes, the widest that divides a row
+// and both addresses. threadIdx.x runs along a row, threadIdx.y over rows: neighbouring threads, neighbouring words.
 template <typename V, bool GATHER>
-__global__ void __launch_bounds__(256) ltd_move(V* x, V* y, const int* keep, long long T, long long K, long long moved, long long words) {
+__global__ void __launch_bounds__(256)
+ltd_move(V* x, V* y, const int* keep, long long T, long long K, long long moved, long long words) {
     const long long row = (long long)blockIdx.x * blockDim.y + threadIdx.y;     // of y, flat: b * K + k
     if (row >= moved) return;
     V* from_x = x + (row / K * T + keep[row]) * words;
@@ -158,21 +160,25 @@ static void check_launch(const char* name) {
 }
 
 static void check_index(const char* name, const Tensor& keep, const Tensor& x) {
-    STD_TORCH_CHECK(keep.is_cuda() && keep.get_device_index() == x.get_device_index(), name, ": keep must be on the device of x");
-    STD_TORCH_CHECK(keep.scalar_type() == ScalarType::Int && keep.is_contiguous(), name, ": keep must be contiguous int32");
+    STD_TORCH_CHECK(keep.is_cuda() && keep.get_device_index() == x.get_device_index(),
+                    name, ": keep must be on the device of x");
+    STD_TORCH_CHECK(keep.scalar_type() == ScalarType::Int && keep.is_contiguous(),
+                    name, ": keep must be contiguous int32");
 }
 
 Tensor draw(int64_t seed, int64_t step, Tensor rows, Tensor layers, int64_t T, int64_t K) {
     STD_TORCH_CHECK(1 <= K && K <= T && T <= 65536, "ltd::draw needs 1 <= K <= T <= 65536, not K=", K, ", T=", T);
     STD_TORCH_CHECK(rows.is_contiguous() && layers.is_contiguous() && rows.scalar_type() == ScalarType::Long &&
                     layers.scalar_type() == ScalarType::Long, "ltd::draw needs contiguous int64 rows and layers");
-    STD_TORCH_CHECK(layers.is_cuda() && layers.get_device_index() == rows.get_device_index(), "ltd::draw: rows and layers must share a device");
+    STD_TORCH_CHECK(layers.is_cuda() && layers.get_device_index() == rows.get_device_index(),
+                    "ltd::draw: rows and layers must share a device");
     torch::stable::accelerator::DeviceGuard guard(rows.get_device_index());
     const int64_t B = rows.numel(), n = layers.numel();
     Tensor keep = torch::stable::new_empty(rows, {B, n, K}, ScalarType::Int);
     if (B * n) {
         ltd_draw<<<(unsigned)(B * n), LTD_DRAW_THREADS, 0, current_stream(rows)>>>(
-            (u64)seed, (u64)step, (const long long*)rows.data_ptr(), (const long long*)layers.data_ptr(), (int)n, (int)T, (int)K, (int*)keep.mutable_data_ptr());
+            (u64)seed, (u64)step, (const long long*)rows.data_ptr(), (const long long*)layers.data_ptr(),
+            (int)n, (int)T, (int)K, (int*)keep.mutable_data_ptr());
         check_launch("ltd::draw");
     }
     return keep;
@@ -181,12 +187,14 @@ Tensor draw(int64_t seed, int64_t step, Tensor rows, Tensor layers, int64_t T, i
 // x (B, T, C), y (B, K, C), both contiguous; GATHER: x -> y, else y -> x
 template <bool GATHER>
 static void move_rows(const char* name, const Tensor& x, const Tensor& y, const Tensor& keep) {
-    STD_TORCH_CHECK(x.is_cuda() && x.dim() == 3 && x.is_contiguous(), name, ": x must be a contiguous CUDA tensor (B, T, C)");
+    STD_TORCH_CHECK(x.is_cuda() && x.dim() == 3 && x.is_contiguous(),
+                    name, ": x must be a contiguous CUDA tensor (B, T, C)");
     check_index(name, keep, x);
     const int64_t B = x.size(0), T = x.size(1), C = x.size(2), K = keep.size(1);
     STD_TORCH_CHECK(keep.dim() == 2 && keep.size(0) == B, name, ": keep must be (B, K)");
-    STD_TORCH_CHECK(y.dim() == 3 && y.size(0) == B && y.size(1) == K && y.size(2) == C && y.is_contiguous() && y.scalar_type() == x.scalar_type() &&
-                    y.is_cuda() && y.get_device_index() == x.get_device_index(), name, ": y must be contiguous (B, K, C) of x's dtype and device");
+    STD_TORCH_CHECK(y.dim() == 3 && y.size(0) == B && y.size(1) == K && y.size(2) == C && y.is_contiguous() &&
+                    y.scalar_type() == x.scalar_type() && y.is_cuda() && y.get_device_index() == x.get_device_index(),
+                    name, ": y must be contiguous (B, K, C) of x's dtype and device");
     const int64_t bytes = C * (int64_t)x.element_size(), moved = B * K;
     if (!moved || !bytes) return;
     STD_TORCH_CHECK(moved < (1ll << 31), name, ": B * K must be below 2^31, not ", moved);
@@ -197,7 +205,8 @@ static void move_rows(const char* name, const Tensor& x, const Tensor& y, const 
     const dim3 block(along, rows);
     const unsigned grid = (unsigned)((moved + rows - 1) / rows);
     cudaStream_t stream = current_stream(x);
-#define LTD_MOVE(V) ltd_move<V, GATHER><<<grid, block, 0, stream>>>((V*)px, (V*)py, (const int*)keep.data_ptr(), T, K, moved, bytes / width)
+#define LTD_MOVE(V) ltd_move<V, GATHER><<<grid, block, 0, stream>>>( \
+    (V*)px, (V*)py, (const int*)keep.data_ptr(), T, K, moved, bytes / width)
     switch (width) {
         case 16: LTD_MOVE(uint4); break;
         case 8: LTD_MOVE(uint2); break;

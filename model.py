@@ -39,7 +39,8 @@ class LayerNorm(nn.LayerNorm):
     """nn.LayerNorm with float32 weights that works in the dtype of its input (sums are float32 inside)."""
 
     def forward(self, x):
-        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype), self.eps)
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype),
+                            None if self.bias is None else self.bias.to(x.dtype), self.eps)
 
 
 def rotary_table(T, D, base=10000.0):
@@ -93,7 +94,8 @@ class GPT(nn.Module):
                  init_std=0.02, recompute=False, dtype=torch.float32):
         super().__init__()
         if n_embd % n_head or (pos == "rotary" and n_embd // n_head % 2):
-            raise ValueError(f"--n_embd={n_embd} must be a multiple of --n_head={n_head}, with an even head size for --pos=rotary")
+            raise ValueError(f"--n_embd={n_embd} must be a multiple of --n_head={n_head}, "
+                             "with an even head size for --pos=rotary")
         if pos not in ("learned", "rotary"):
             raise ValueError(f"--pos={pos} is unknown; it takes learned or rotary")
         self.block_size, self.dropout, self.recompute, self.dtype = block_size, dropout, recompute, dtype
@@ -136,7 +138,7 @@ class GPT(nn.Module):
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
         for i, block in enumerate(self.blocks):
-            # recompute wraps the block on the kept tokens, inside the drop: it stores (B, K, C) and needs no second draw
+            # recompute wraps the block on the kept tokens, inside the drop: it stores (B, K, C), needs no second draw
             run = partial(checkpoint, block, use_reentrant=False) if self.recompute and self.training else block
             if keep is None or i not in self.ltd_layers:
                 x = run(x, cos, sin)
@@ -153,8 +155,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=None, generator=None):
-        """Append max_new_tokens sampled tokens to tokens (B, T) int64; temperature 0 takes the likeliest. The context is
-        cut to the last block_size tokens. Recomputes the context for each token: plain, and fast enough for samples."""
+        """Append max_new_tokens sampled tokens to tokens (B, T) int64; temperature 0 takes the likeliest. The context
+        is cut to the last block_size tokens. Recomputes it for each token: plain, and fast enough for samples."""
         was_training = self.training
         self.eval()
         for _ in range(max_new_tokens):

@@ -4,6 +4,7 @@ log.jsonl is always written: its first line is the configuration, every other on
 resume a step may stand there twice, and the later line holds. A checkpoint appears by rename, so that one which is
 there is whole. It holds tensors and plain types only, opens with torch.load's default and can run no code.
 """
+import contextlib
 import json
 import math
 import os
@@ -26,21 +27,31 @@ def append_line(fd, record):
     os.write(fd, (json.dumps(record) + "\n").encode())
 
 
-def save_checkpoint(folder, content, keep):
-    """Write ckpt_<step>.pt whole or not at all, then delete all but the newest `keep`."""
+def save_checkpoint(folder, content):
+    """Write ckpt_<step>.pt, whole or not at all."""
     write_atomic(Path(folder) / f"ckpt_{content['step']:07d}.pt", lambda f: torch.save(content, f))
-    for old in sorted(Path(folder).glob("ckpt_*.pt"))[:-keep]:
-        old.unlink()
+
+
+def prune_checkpoints(folder, keep, sound=math.inf):
+    """Delete all but the newest `keep` checkpoints, and those of steps after `sound`, whose weights went bad. Returns what
+    is left. Called once the newest one has given a finite gradient, so that a ruined one never pushes a good one out."""
+    paths = sorted(Path(folder).glob("ckpt_*.pt"))
+    good = [p for p in paths if int(p.stem[5:]) <= sound]
+    for path in set(paths) - set(good[-keep:]):
+        path.unlink()
+    return good[-keep:]
 
 
 def newest_checkpoint(folder):
-    """The newest checkpoint that opens, as (path, content), or None. One that does not open (a damaged disk) is named
-    and passed over."""
+    """The newest checkpoint that opens, as (path, content), or None. One that does not open (a damaged disk) is named,
+    set aside and passed over."""
     for path in sorted(Path(folder).glob("ckpt_*.pt"), reverse=True):
         try:
             return path, torch.load(path, map_location="cpu", weights_only=True)
         except Exception as e:      # torch.load raises whatever the damage makes of it
-            print0(f"{path} does not open ({type(e).__name__}: {str(e)[:80]}); trying the one before it")
+            print0(f"{path} does not open ({type(e).__name__}: {str(e)[:80]}): set aside as .damaged, trying the one before it")
+            if int(os.environ.get("RANK", 0)) == 0:
+                path.rename(path.with_suffix(".damaged"))
     return None
 
 
@@ -59,6 +70,17 @@ def start_wandb(folder, config):
     except Exception as e:
         print0(f"wandb: off ({type(e).__name__}: {str(e)[:100]}); log.jsonl has everything")
         return None
+
+
+def wandb_log(run, record):
+    """Log a record, or finish with record=None; an error of wandb's costs one line and ends its part."""
+    if run is None or getattr(run, "winnow_off", False):
+        return
+    try:
+        run.finish() if record is None else run.log(record)
+    except Exception as e:
+        run.winnow_off = True
+        print0(f"wandb: off ({type(e).__name__}: {str(e)[:100]}); log.jsonl has everything")
 
 
 def git_hash():
@@ -87,7 +109,10 @@ def peak_flops(device):
 
 def read_log(folder):
     """log.jsonl as (first line, {step: training record}, {step: validation record}); later lines hold."""
-    lines = [json.loads(line) for line in open(Path(folder) / "log.jsonl")]
+    lines = []
+    for line in open(Path(folder) / "log.jsonl"):
+        with contextlib.suppress(json.JSONDecodeError):     # a line cut short by a full disk
+            lines.append(json.loads(line))
     return (next(r for r in lines if "config" in r), {r["step"]: r for r in lines if "loss" in r},
             {r["step"]: r for r in lines if "val_loss" in r})
 

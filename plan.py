@@ -32,7 +32,7 @@ def lr_at(c, peak, floor, warmup, decay, kind="cosine"):
 
 
 def effective_length(length, keep, n_layer, n_ltd):
-    """Layer-tokens of a row: floor((L * dense layers + K * dropped layers) / layers), as the published recipes count."""
+    """Layer-tokens of a row: floor((L * dense layers + K * dropped layers) / layers), as published recipes count."""
     return (length * (n_layer - n_ltd) + keep * n_ltd) // n_layer
 
 
@@ -73,9 +73,11 @@ def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seq
     """The Plan for train.py's flags of the same names. column(metric) -> (N,) difficulties of the n_samples samples;
     without it (the data are elsewhere) the pool stays unknown. Raises ValueError for settings that make no run."""
     T, B = block_size, global_batch
-    check(budget=(budget, ("layer_tokens", "tokens", "steps")), lr_unit=(lr_unit, ("layer_tokens", "tokens", "steps", "")))
+    counted = "layer_tokens", "tokens", "steps"
+    check(budget=(budget, counted), lr_unit=(lr_unit, (*counted, "")))
     if min(train_tokens, B, T, n_layer, seqlen_multiple, ltd_multiple) < 1:
-        raise ValueError("--train_tokens, --global_batch, --block_size, --n_layer, --seqlen_multiple and --ltd_multiple must be at least 1")
+        raise ValueError("--train_tokens, --global_batch, --block_size, --n_layer, --seqlen_multiple and "
+                         "--ltd_multiple must be at least 1")
     if "off" in pool and len(pool) > 1:
         raise ValueError("--pool=off cannot stand beside another --pool")
     pools = [] if pool == ["off"] else [Pace.parse(text) for text in pool]
@@ -83,50 +85,56 @@ def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seq
     drop = None if ltd == "off" else Pace.parse(ltd, "--ltd", "25%..100%:70%", named=False)
     mode = seq.name if seq else "off"
     if mode not in ("off", "truncate", "reshape"):
-        raise ValueError(f"--seqlen={seqlen}: the mode must be truncate or reshape, as in --seqlen=truncate:25%..100%:40%")
+        raise ValueError(f"--seqlen={seqlen}: the mode must be truncate or reshape, "
+                         "as in --seqlen=truncate:25%..100%:40%")
     if drop and n_layer < 3:
-        raise ValueError(f"--ltd drops tokens in all layers but the first and the last, and --n_layer={n_layer} leaves none: "
-                         "take 3 or more, or --ltd=off")
+        raise ValueError("--ltd drops tokens in all layers but the first and the last, "
+                         f"and --n_layer={n_layer} leaves none: take 3 or more, or --ltd=off")
     for pace, flag in ((seq, f"--seqlen={seqlen}"), (drop, f"--ltd={ltd}")):
         if pace and not pace.percent and not 1 <= pace.start <= pace.end <= T:
             raise ValueError(f"{flag} must stay within 1..{T} (--block_size)")
 
     plain_steps = -(-train_tokens // (B * T))
     n, n_ltd = plain_steps, n_layer - 2 if drop else 0
-    while True:     # techniques make steps cheaper, so the budget lasts for more of them: how many shows when it is spent
+    while True:     # techniques make steps cheaper, so the budget lasts for more: how many shows when it is spent
         t = np.arange(n)
         length = seq.at(t, plain_steps, seqlen_multiple, T) if seq else np.full(n, T)
         keep = np.minimum(drop.at(t, plain_steps, ltd_multiple, T), length) if drop else length
         rows = B * -(-T // length) if mode == "reshape" else np.full(n, B)
         tokens = np.full(n, B * T) if mode == "reshape" else B * length
-        spent = {"sampled": np.full(n, B * T), "tokens": tokens, "layer_tokens": rows * effective_length(length, keep, n_layer, n_ltd)}
+        layer_tokens = rows * effective_length(length, keep, n_layer, n_ltd)
+        spent = {"sampled": np.full(n, B * T), "tokens": tokens, "layer_tokens": layer_tokens}
         spent = {k: np.append(0, v.cumsum()) for k, v in spent.items()}
         units = spent | {"steps": spent["sampled"]}                     # a step counts what a plain step would
         if units[budget][-1] >= train_tokens:
             break
         n *= 2
     steps = int(np.searchsorted(units[budget], train_tokens))
-    warmup, decay = amount(warmup_tokens, train_tokens, "--warmup_tokens"), amount(decay_tokens, train_tokens, "--decay_tokens")
+    warmup = amount(warmup_tokens, train_tokens, "--warmup_tokens")
+    decay = amount(decay_tokens, train_tokens, "--decay_tokens")
     if decay <= 0 and lr_decay != "constant":
-        raise ValueError(f"--decay_tokens={decay_tokens} leaves nothing to decay over; for a level rate give --lr_decay=constant")
+        raise ValueError(f"--decay_tokens={decay_tokens} leaves nothing to decay over; "
+                         "for a level rate give --lr_decay=constant")
     lr = lr_at(units[lr_unit or budget][1:steps + 1], learning_rate, min_lr, warmup, decay, lr_decay)
     t, admitted, size = np.arange(steps), None, np.full(steps, n_samples)
     if column and pools:
         admitted = curriculum.admission_steps([column(p.name) for p in pools], pools, steps, plain_steps)
         level, count = np.unique(admitted, return_counts=True)
         size = count.cumsum()[np.searchsorted(level, t, side="right") - 1]
-    return Plan(steps, plain_steps, mode, {p.name: p.limit(t, plain_steps) for p in pools}, size, length[:steps], keep[:steps],
-                rows[:steps], tokens[:steps], lr, {k: v[:steps + 1] for k, v in spent.items()}, admitted)
+    return Plan(steps, plain_steps, mode, {p.name: p.limit(t, plain_steps) for p in pools}, size, length[:steps],
+                keep[:steps], rows[:steps], tokens[:steps], lr, {k: v[:steps + 1] for k, v in spent.items()}, admitted)
 
 
 def print_plan(p, plot=False):
     """The table on the screen, 21 rows of it and the totals; plot=True also draws plan.png."""
     names = " ".join(f"{name:>9.9}" for name in p.limits)
-    print(f"{'step':>8} {names} {'pool':>10} {'length':>7} {'keep':>6} {'rows':>6} {'sampled':>15} {'with loss':>15} {'layer-tokens':>15} {'lr':>9}")
+    print(f"{'step':>8} {names} {'pool':>10} {'length':>7} {'keep':>6} {'rows':>6} "
+          f"{'sampled':>15} {'with loss':>15} {'layer-tokens':>15} {'lr':>9}")
     for t in sorted({round(i * (p.steps - 1) / 20) for i in range(21)}):
         limits = " ".join(f"{v[t]:>9g}" for v in p.limits.values())
         sums = " ".join(f"{p.spent[k][t + 1]:>15,}" for k in ("sampled", "tokens", "layer_tokens"))
-        print(f"{t:>8} {limits} {p.pool[t] or '-':>10} {p.length[t]:>7} {p.keep[t]:>6} {p.rows[t]:>6} {sums} {p.lr[t]:>9.3g}")
+        print(f"{t:>8} {limits} {p.pool[t] or '-':>10} {p.length[t]:>7} {p.keep[t]:>6} {p.rows[t]:>6} "
+              f"{sums} {p.lr[t]:>9.3g}")
     print(f"---\nsteps: {p.steps}\nplain_steps: {p.plain_steps}\ntokens_sampled: {p.spent['sampled'][-1]}\n"
           f"tokens_with_loss: {p.spent['tokens'][-1]}\nlayer_tokens: {p.spent['layer_tokens'][-1]}")
     if plot:
@@ -134,7 +142,9 @@ def print_plan(p, plot=False):
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
         _, axes = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
-        for ax, (title, y) in zip(axes, {"pool (samples)": p.pool, "length, kept tokens": np.stack([p.length, p.keep], 1), "learning rate": p.lr}.items()):
+        lengths = np.stack([p.length, p.keep], 1)
+        panels = {"pool (samples)": p.pool, "length, kept tokens": lengths, "learning rate": p.lr}
+        for ax, (title, y) in zip(axes, panels.items()):
             ax.plot(y)
             ax.set(title=title, xlabel="step")
         plt.savefig("plan.png", dpi=120)

@@ -16,7 +16,7 @@ import inspect
 import json
 import math
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -35,8 +35,8 @@ import curriculum
 import data
 import ltd
 from model import GPT, SIZES, forward_flops
-from output import (append_line, device_name, git_hash, newest_checkpoint, peak_flops, plot_loss, print0, save_checkpoint,
-                    start_wandb)
+from output import (append_line, device_name, git_hash, newest_checkpoint, peak_flops, plot_loss, print0, prune_checkpoints,
+                    read_log, save_checkpoint, start_wandb, wandb_log)
 from plan import make_plan, print_plan
 
 EMBEDDED = "data/stdlib"
@@ -61,8 +61,8 @@ class Config:
     budget: str = "layer_tokens"  # layer_tokens (compute), tokens (with a loss), or steps (each counted as a plain one)
     global_batch: int = 16      # samples an optimizer step, over all ranks and micro-batches
     batch_size: int = 16        # samples a micro-batch on one rank, at most
-    learning_rate: float = 2e-3  # peak
-    min_lr: float = 2e-4        # floor of the decay
+    learning_rate: float = 4e-3  # peak; the best of those tried with everything on (a dense run wants half of it)
+    min_lr: float = -1.0        # floor of the decay; negative = a tenth of the peak
     warmup_tokens: str = "2%"   # linear warm-up, a number or % of the budget
     decay_tokens: str = "100%"  # where the decay reaches min_lr, a number or % of the budget
     lr_decay: str = "cosine"    # cosine, linear or constant
@@ -80,7 +80,7 @@ class Config:
     ltd_kernel: str = "auto"    # auto (the CUDA kernel where it can be built), cuda (or refuse), torch
     # system
     device: str = ""            # cpu, cuda, cuda:1; empty = cuda if there is one
-    dtype: str = ""             # float32, bfloat16, float16; empty = bfloat16 on a GPU that has it, float16 on one that has not, float32 on a CPU
+    dtype: str = ""             # float32, bfloat16, float16; empty = the best half precision of the GPU, float32 on a CPU
     compile: bool = False       # torch.compile the model (worth it on a GPU)
     recompute: bool = False     # activation checkpointing: a third more time for much less memory
     deterministic: bool = False  # refuse kernels that are not reproducible on a GPU (a CPU run always is)
@@ -110,10 +110,11 @@ class Config:
 
 POOL = ["voc:30%..100%:40%:sqrt"]
 # a GPU trains this where the flags say nothing; a CPU trains the defaults above
-GPU_SIZE = dict(n_layer=12, n_head=8, n_embd=512, global_batch=64, batch_size=64, train_tokens=40_000_000, learning_rate=1e-3, min_lr=1e-4)
-# flags that a resumed run may change: they do not touch the plan or the numbers
-FREE = {"device", "compile", "recompute", "dist_timeout", "out", "resume", "overwrite", "eval_interval", "save_interval", "keep_ckpts", "data",
-        "log_interval", "stop_step", "trace", "wandb", "plan", "plot", "sample", "prompt", "max_new_tokens", "temperature", "top_k", "batch_size", "ltd_kernel"}
+GPU_SIZE = dict(n_layer=12, n_head=8, n_embd=512, global_batch=64, batch_size=64, train_tokens=40_000_000, learning_rate=1e-3)
+# flags that belong to one call of the command, and those that a resumed run may change: neither touches plan or numbers
+CALL = {"out", "resume", "overwrite", "stop_step", "trace", "plan", "plot", "sample"}
+FREE = CALL | {"data", "device", "batch_size", "compile", "recompute", "ltd_kernel", "dist_timeout", "eval_interval", "save_interval",
+               "keep_ckpts", "log_interval", "wandb", "prompt", "max_new_tokens", "temperature", "top_k"}
 
 # -----------------------------------------------------------------------------
 # settings: what the flags, the device and a checkpoint make of a Config
@@ -122,14 +123,46 @@ FREE = {"device", "compile", "recompute", "dist_timeout", "out", "resume", "over
 def pick_device(cfg):
     """(device, dtype) by name; both are chosen after all flags are read, and a CPU run never calls CUDA for it."""
     device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"--device={device} is unknown; it takes cpu, cuda or cuda:N")
+    if device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"--device={device}: torch {torch.__version__} sees no CUDA device; use --device=cpu")
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    half = "float32" if device == "cpu" else "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    # bfloat16 in hardware begins with compute capability 8; torch itself also says yes where it emulates it slowly
+    half = "float32" if device == "cpu" else "bfloat16" if torch.cuda.get_device_capability(device)[0] >= 8 else "float16"
+    return device, cfg.dtype or half
+
+
+RANGES = {  # flag: (least, most); a bound in a string is left out itself
+    **{flag: (1, math.inf) for flag in ("batch_size", "n_head", "n_embd", "n_layer", "block_size", "eval_interval", "save_interval",
+                                        "keep_ckpts", "log_interval", "dist_timeout", "train_tokens")},
+    **{flag: (0, math.inf) for flag in ("seed", "eval_samples", "stop_step", "max_new_tokens", "temperature", "top_k", "weight_decay",
+                                        "grad_clip", "init_std", "learning_rate", "min_lr")},
+    "dropout": (0, "1"), "beta1": (0, "1"), "beta2": (0, "1")}
+
+
+def check(cfg, given, world):
+    """Refuse what is out of range or would have no effect, before anything is read or written."""
+    for flag, (least, most) in RANGES.items():
+        value = getattr(cfg, flag)
+        if not (least <= value < float(most) if isinstance(most, str) else least <= value <= most):
+            raise ValueError(f"--{flag}={value} must be at least {least}" + ("" if most == math.inf else f" and below {most}"))
     if cfg.dtype not in ("", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype={cfg.dtype} is unknown; it takes float32, bfloat16 or float16")
-    return device, cfg.dtype or half
+    if cfg.min_lr > cfg.learning_rate:
+        raise ValueError(f"--min_lr={cfg.min_lr:g} must not be above --learning_rate={cfg.learning_rate:g}")
+    if cfg.global_batch < world:
+        raise ValueError(f"--global_batch={cfg.global_batch} leaves some of the {world} ranks without a sample; take {world} or more")
+    if cfg.trace and not Path(cfg.trace).absolute().parent.is_dir():
+        raise ValueError(f"--trace={cfg.trace}: its folder does not exist; make it first")
+    for idle, flags, why in ((cfg.ltd == "off", ("ltd_kernel", "ltd_multiple"), "--ltd=off"),
+                             (cfg.seqlen == "off", ("seqlen_multiple",), "--seqlen=off"),
+                             (cfg.lr_decay == "constant", ("min_lr", "decay_tokens"), "--lr_decay=constant"),
+                             (cfg.resume, ("overwrite",), "--resume"), (not cfg.plan, ("plot",), "no --plan")):
+        for flag in set(flags) & given:
+            if idle:
+                raise ValueError(f"--{flag} has no effect with {why}; leave one of the two out")
 
 
 def settle(cfg, given, device):
@@ -145,43 +178,43 @@ def settle(cfg, given, device):
     for name in size.keys() - given:
         setattr(cfg, name, size[name])
     cfg.pool, cfg.data = cfg.pool or list(POOL), cfg.data or EMBEDDED
+    cfg.min_lr = cfg.min_lr if cfg.min_lr >= 0 else cfg.learning_rate / 10
 
 
 def resumed(cfg, given, path, saved):
     """The Config of a resumed run: the saved one, with the flags in FREE as given now. Refuses any other change."""
     saved = Config(**saved)
-    for name in given - FREE:
+    free = FREE - ({"batch_size", "compile"} if saved.dropout else set())       # they move the masks of dropout
+    for name in given - free:
         if getattr(cfg, name) != getattr(saved, name):
             raise ValueError(f"--{name}={getattr(cfg, name)} differs from {getattr(saved, name)} in {path}; a resumed run keeps "
                              "its settings: leave the flag out, or start another run with another --out")
-    # these belong to one call of the command, not to the run
-    ours = given & FREE | {"resume", "overwrite", "out", "sample", "stop_step", "trace", "plan", "plot"}
-    return dataclasses.replace(saved, **{name: getattr(cfg, name) for name in ours})
+    return dataclasses.replace(saved, **{name: getattr(cfg, name) for name in given & free | CALL})
 
 
 def plan_of(cfg, store):
     """The Plan of a Config. store: the training split, or None where the data are elsewhere."""
-    for flag in ("batch_size", "n_head", "n_embd", "eval_interval", "save_interval", "log_interval", "keep_ckpts", "seed"):
-        if getattr(cfg, flag) < (flag != "seed"):
-            raise ValueError(f"--{flag}={getattr(cfg, flag)} must be at least {int(flag != 'seed')}")
     flags = {name: getattr(cfg, name) for name in inspect.signature(make_plan).parameters if hasattr(cfg, name)}
     return make_plan(**flags, column=store and store.column, n_samples=store.n_samples if store else 0)
 
 
-def ensure_embedded():
-    """Build the embedded corpus where it is missing: local rank 0 runs the offline command, the others wait for its last file."""
-    last = Path(EMBEDDED) / "T256" / "voc.json"
-    if last.is_file():
+def ensure_embedded(cfg):
+    """Make what is missing of the embedded corpus, its tokens or this block size's difficulties, by the offline command:
+    local rank 0 does, before there is a process group, and the others wait for the last file."""
+    meta, last = Path(EMBEDDED) / "meta.json", Path(EMBEDDED) / f"T{cfg.block_size}" / "voc.json"
+    if meta.is_file() and (last.is_file() or cfg.pool == ["off"]):
         return
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        print0(f"{EMBEDDED} is missing: building it (python data_analyze.py)")
-        analyze = [sys.executable, str(Path(__file__).with_name("data_analyze.py")), "--overwrite"]
-        if subprocess.run(analyze).returncode:
-            raise ValueError(f"{EMBEDDED} could not be built; see the message above")
-    deadline = time.time() + 600
+        what = [f"--data={EMBEDDED}"] if meta.is_file() else []
+        command = ["data_analyze.py", *what, f"--block_size={cfg.block_size}"]
+        print0(f"making the embedded corpus: python {' '.join(command)}")
+        here = Path(__file__).resolve().parent
+        if subprocess.run([sys.executable, str(here / command[0]), *command[1:]]).returncode and not last.is_file():
+            raise ValueError(f"{EMBEDDED} could not be made; see the message above")
+    deadline = time.time() + cfg.dist_timeout
     while not last.is_file():
         if time.time() > deadline:
-            raise ValueError(f"{EMBEDDED} did not appear within 600 s; build it with: python data_analyze.py")
+            raise ValueError(f"{last} did not appear within {cfg.dist_timeout} s; make it with: python data_analyze.py")
         time.sleep(0.5)
 
 
@@ -194,32 +227,34 @@ def main():
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if cfg.sample and not cfg.resume:
         raise ValueError("--sample prints text from a checkpoint: give --resume and the run's --out=FOLDER")
-    if cfg.plot and not cfg.plan:
-        raise ValueError("--plot draws the plan: give it with --plan (a run's loss.png is always drawn)")
-    device, dtype = pick_device(cfg)
     found = newest_checkpoint(cfg.out) if cfg.resume else None
     if found:
         path, checkpoint = found
         cfg = resumed(cfg, given, path, checkpoint["config"])
+        device, _ = pick_device(cfg)
     elif cfg.sample:
         raise ValueError(f"--out={cfg.out} holds no checkpoint to sample from; train first: python train.py --out={cfg.out}")
     else:
-        cfg.dtype = dtype
+        device, dtype = pick_device(cfg)
         settle(cfg, given, device)
+    check(cfg, given, world)
+    if not found:
+        cfg.dtype = dtype
     if cfg.plan:
         have = (Path(cfg.data) / "meta.json").is_file()
         return print_plan(plan_of(cfg, data.Store(cfg.data, "train", cfg.block_size) if have else None), cfg.plot)
 
     # everything that can be refused is refused here, before anything is written
     if cfg.data == EMBEDDED:
-        ensure_embedded()
+        ensure_embedded(cfg)
     store = data.Store(cfg.data, "train", cfg.block_size)
-    if cfg.global_batch < world:
-        raise ValueError(f"--global_batch={cfg.global_batch} leaves some of the {world} ranks without a sample; take {world} or more")
+    fingerprint = store.meta["fingerprint"]
+    if found and checkpoint["fingerprint"] != fingerprint:
+        raise ValueError(f"{path} was trained on other data ({checkpoint['fingerprint']}) than {cfg.data} ({fingerprint}); give its --data=FOLDER")
     plan = plan_of(cfg, store)
     tokenizer = data.load_tokenizer(cfg.data)
     out = Path(cfg.out)
-    if (out / "log.jsonl").exists() and not cfg.resume and not cfg.overwrite:
+    if ((out / "log.jsonl").exists() or list(out.glob("ckpt_*.pt"))) and not cfg.resume and not cfg.overwrite:
         raise ValueError(f"--out={out} holds a run already: --resume continues it, --overwrite deletes it, another --out keeps it")
 
     torch.manual_seed(cfg.seed)         # before the weights are drawn: they are the same on every rank and device
@@ -244,37 +279,43 @@ def main():
         return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
     if cfg.sample:
         return print(sample())
-    if found and checkpoint["step"] == plan.steps:
+    if found and checkpoint["step"] == plan.steps and plan.steps in read_log(out)[2]:
         return print0(f"{path} is the end of its run: nothing is left to do")
     val = data.Store(cfg.data, "val", cfg.block_size)
     n_eval = min(cfg.eval_samples or val.n_samples, val.n_samples)
 
-    # the folder, and the other ranks
+    # the other ranks, and the folder
+    start = checkpoint["step"] if found else 0
     if world > 1:
         dist.init_process_group("nccl" if device != "cpu" else "gloo", timeout=timedelta(seconds=cfg.dist_timeout))
+        all_views, mine = [None] * world, (start, fingerprint, plan.steps, n_eval)
+        dist.all_gather_object(all_views, mine)
+        if any(view != all_views[0] for view in all_views):
+            raise ValueError(f"the ranks see different runs (checkpoint's step, data, steps, windows): {all_views}; every rank needs the "
+                             "same --data and the checkpoints in --out: share the folder, or copy it to every host")
+    log = trace = None
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     if rank == 0:
-        if cfg.overwrite and not cfg.resume:
-            shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True, exist_ok=True)
-        for stale in out.glob("*.tmp"):                 # what a killed process was writing
-            stale.unlink()
+        for stale in (*out.glob("*.tmp"), *(() if found else (*out.glob("ckpt_*.pt"), out / "log.jsonl", out / "loss.png"))):
+            stale.unlink(missing_ok=True)               # what a killed process was writing; what an overwritten run left
         if cfg.trace and not found:
             Path(cfg.trace).unlink(missing_ok=True)
         data.write_atomic(out / "config.json", lambda f: f.write(json.dumps(dataclasses.asdict(cfg), indent=1).encode()))
+        log = os.open(out / "log.jsonl", flags)
     if world > 1:
-        dist.barrier()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    log = os.open(out / "log.jsonl", flags)
-    trace = os.open(cfg.trace, flags) if cfg.trace else None
+        dist.barrier()                                  # the trace is opened behind its removal
+    if cfg.trace:
+        trace = os.open(cfg.trace, flags)
 
     # the optimizer, and what a resumed run brings along
     params = sorted(model.parameters(), key=lambda p: p.dim() <= 1)                             # matrices first
     n_matrices = sum(p.dim() > 1 for p in params)
     groups = [dict(params=params[:n_matrices], weight_decay=cfg.weight_decay), dict(params=params[n_matrices:], weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
-    start, seconds, scale, good = 0, 0.0, 2.0**16 if cfg.dtype == "float16" else 1.0, 0         # scale: of the loss, for float16
+    seconds, skipped, scale, good = 0.0, 0, 2.0**16 if cfg.dtype == "float16" else 1.0, 0      # scale: of the loss, for float16
     if found:
-        start, seconds, (scale, good) = checkpoint["step"], checkpoint["seconds"], checkpoint["scaler"]
+        seconds, skipped, scale, good = (checkpoint[k] for k in ("seconds", "skipped", "scale", "good"))
         optimizer.load_state_dict(checkpoint["optimizer"])
         del checkpoint, found
         print0(f"resumed from {path} at step {start}")
@@ -287,7 +328,7 @@ def main():
         net = DistributedDataParallel(model, device_ids=None if device == "cpu" else [torch.device(device)])
 
     about = {"git": git_hash(), "torch": torch.__version__, "python": sys.version.split()[0], "device": device_name(device),
-             "world": world, "params": model.n_params(), "fingerprint": store.meta["fingerprint"], "steps": plan.steps}
+             "world": world, "params": model.n_params(), "fingerprint": fingerprint, "steps": plan.steps}
     print0(f"{about['params']:,} parameters | {about['device']} x {world}, {cfg.dtype} | data {cfg.data} ({about['fingerprint']}), "
            f"{store.n_samples:,} samples of {cfg.block_size} | {plan.steps} steps (plain: {plan.plain_steps})\n"
            f"pool {' '.join(cfg.pool)} | seqlen {cfg.seqlen} | ltd {cfg.ltd}\nltd: {kernel}")
@@ -298,8 +339,7 @@ def main():
     def record_line(record):
         if rank == 0:
             append_line(log, record)
-            if run:
-                run.log(record)
+            wandb_log(run, record)
 
     # the data: every rank draws the global batch and takes its share, so that ranks agree without talking
     sampler = curriculum.Sampler(store.n_samples, cfg.global_batch, cfg.seed, plan.admitted)
@@ -336,20 +376,21 @@ def main():
                       for r, T, K in zip(plan.rows.tolist(), plan.length.tolist(), plan.keep.tolist())], float)
     peak = peak_flops(device) * world
     batches = data.prefetch(make_batch, start, plan.steps)
-    bad = skipped = 0
-    recent, val_loss, saved = [], math.nan, start
+    bad, recent, val_loss, saved, sound, stop = 0, [], math.nan, start, start, False
     model.train()
     for step in range(start, plan.steps + 1):
         spent = {name: int(sums[step]) for name, sums in plan.spent.items()}
-        end = step == plan.steps or (step > start and (bool(told) or step == cfg.stop_step))
-        if step == 0 or end or (step > start and step % cfg.eval_interval == 0):
+        end = step == plan.steps or stop or 0 < cfg.stop_step <= step
+        # weights that gave no finite gradient are not worth keeping; with float16 a scale too high is the usual reason
+        if rank == 0 and step > saved and (end or step % cfg.save_interval == 0) and (not bad or scale > 1):
+            save_checkpoint(out, {"step": step, "seconds": seconds, "skipped": skipped, "scale": scale, "good": good,
+                                  "fingerprint": fingerprint, "config": dataclasses.asdict(cfg),
+                                  "model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            saved = step
+        if (end or step % cfg.eval_interval == 0) and not stop:
             val_loss = evaluate()
             print0(f"step {step:05d}/{plan.steps:05d} | validation loss {val_loss:.4f}")
             record_line({"step": step, "val_loss": val_loss, "seconds": seconds, **spent})
-        if rank == 0 and not bad and step > saved and (end or step % cfg.save_interval == 0):
-            save_checkpoint(out, {"step": step, "seconds": seconds, "scaler": [scale, good], "config": dataclasses.asdict(cfg),
-                                  "model": model.state_dict(), "optimizer": optimizer.state_dict()}, cfg.keep_ckpts)
-            saved = step
         if end:
             break
 
@@ -362,7 +403,9 @@ def main():
         for i in range(0, len(x), micro):
             part = slice(i, i + micro)
             keep = ltd.draw(cfg.seed, step, place[part], layers, T, K) if K < T else None
-            if cfg.dropout:     # masks follow from (seed, step, row): a resume needs no generator's state, and ranks equal one process
+            # dropout's masks follow from (seed, step, the micro-batch's first row): a resume needs no generator's state, and
+            # ranks equal one process wherever their micro-batches begin at the same rows
+            if cfg.dropout:
                 torch.manual_seed(int(np.random.SeedSequence((cfg.seed, step, first * pieces + i)).generate_state(1)[0]))
             with net.no_sync() if world > 1 and i + micro < len(x) else contextlib.nullcontext():
                 loss = net(x[part], y[part], keep)
@@ -370,11 +413,11 @@ def main():
             total += loss.detach()
             if trace is not None:
                 hashes += [0] * len(x[part]) if keep is None else [zlib.crc32(k.tobytes()) for k in keep.cpu().numpy()]
-        if world > 1:           # one message carries the loss and whether any rank was told to stop
-            message = torch.stack((total.double(), torch.tensor(float(bool(told)), dtype=torch.float64, device=device)))
+        stop = bool(told)
+        if world > 1:           # one message carries the loss and whether any rank was told to stop, so that all stop at one step
+            message = torch.stack((total.double(), torch.tensor(float(stop), dtype=torch.float64, device=device)))
             dist.all_reduce(message)
-            total = message[0]
-            told += [True] * int(message[1] > 0)
+            total, stop = message[0], bool(message[1] > 0)
 
         # clip and update, or skip: the norm is the same on all ranks, and so is what follows from it. It costs a sync
         grads = [p.grad for p in params]
@@ -386,14 +429,16 @@ def main():
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-            bad, good = 0, good + 1
+            bad, good, sound = 0, good + 1, step            # the weights that this step began with are sound
+            if rank == 0 and saved == step:
+                prune_checkpoints(out, cfg.keep_ckpts)
             if cfg.dtype == "float16" and good % 2000 == 0:
                 scale *= 2
         else:                   # the step is spent, the weights are untouched
             bad, skipped, good = bad + 1, skipped + 1, 0
             scale = max(1.0, scale / 2) if cfg.dtype == "float16" else scale
             if bad == 10:
-                kept = sorted(out.glob("ckpt_*.pt"))
+                kept = prune_checkpoints(out, cfg.keep_ckpts, sound) if rank == 0 else []
                 sys.exit(f"error: 10 steps in a row gave no finite gradient, the last at step {step}; the last good checkpoint is "
                          f"{kept[-1] if kept else '(none was saved)'}: lower --learning_rate (now {lr:.2g}) and start again")
         optimizer.zero_grad(set_to_none=True)
@@ -422,19 +467,19 @@ def main():
     # the end
     batches.close()
     if rank == 0:
+        prune_checkpoints(out, cfg.keep_ckpts)
         plot_loss(out)
         if step == plan.steps:
             print(f"\n{sample()}\n")
         memory = {} if device == "cpu" else {"peak_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20)}
-        result = {"val_loss": f"{val_loss:.4f}", "tokens_sampled": spent["sampled"], "tokens_with_loss": spent["tokens"],
+        result = {"val_loss": "not evaluated" if stop else f"{val_loss:.4f}", "tokens_sampled": spent["sampled"], "tokens_with_loss": spent["tokens"],
                   "layer_tokens": spent["layer_tokens"], "seconds": f"{seconds:.1f}", "steps": f"{step} of {plan.steps}",
-                  "skipped": skipped, **memory, "corpus": about["fingerprint"], "out": out}
+                  "skipped": skipped, **memory, "corpus": fingerprint, "out": out}
         print("---\n" + "\n".join(f"{key}: {value}" for key, value in result.items()), flush=True)
-        if run:
-            run.finish()
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
+    wandb_log(run, None)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-import curriculum
 import data
 from conftest import ENV, OFF, ON, ROOT, TINY, command, joined, ok, refused, trace, train
 from model import GPT
@@ -74,7 +73,7 @@ def run_traced(store, tmp_path, name, *flags, **kw):
     return trace(tmp_path / f"{name}.jsonl")
 
 
-PLAIN = [*OFF, "--train_tokens=10240", "--learning_rate=1e-3", "--warmup_tokens=0", "--decay_tokens=0", "--lr_decay=constant"]
+PLAIN = [*OFF, "--train_tokens=10240", "--learning_rate=1e-3", "--warmup_tokens=0", "--lr_decay=constant"]
 
 
 def test_with_everything_off_training_is_bit_identical_to_a_plain_trainer(store, tmp_path):
@@ -87,7 +86,7 @@ def test_losses_are_the_golden_ones(store, tmp_path):
     names; elsewhere the kernels sum in another order, and 1e-3 is what 20 steps make of that."""
     file = ROOT / "tests" / "losses.txt"
     key = f"torch {torch.__version__.split('+')[0]} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    runs = {"plain": run_traced(store, tmp_path, "plain", *PLAIN), "all on": run_traced(store, tmp_path, "on", *ON, "--train_tokens=8000", "--pos=rotary", "--dropout=0.1")}
+    runs = {"plain": run_traced(store, tmp_path, "plain", *PLAIN), "all on": run_traced(store, tmp_path, "on", *ON, "--train_tokens=8000", "--pos=rotary", "--dropout=0.1", "--learning_rate=2e-3")}
     got = {name: [r[t, 0]["loss"] for t in range(20)] for name, r in runs.items()}
     if os.environ.get("WRITE_GOLDEN"):
         file.write_text(key + "\n" + "".join(f"{name}: {' '.join(map(repr, losses))}\n" for name, losses in got.items()))
@@ -275,12 +274,76 @@ def test_reshape_trains_on_every_token(store, tmp_path):
 
 
 def test_infinite_gradients_are_skipped_counted_and_end_the_run_after_ten(store, tmp_path):
-    """T05: an absurd learning rate; the weights of the last good checkpoint stay finite and are named."""
-    p = train(*TINY, *OFF, f"--data={store}", f"--out={tmp_path}/run", "--train_tokens=30000", "--learning_rate=1e30", "--grad_clip=0", "--warmup_tokens=0", "--save_interval=1")
+    """T05: an absurd learning rate. The checkpoint that is named and kept is the last whose own gradient was finite; those
+    behind it, of ruined weights, are gone."""
+    p = train(*TINY, *OFF, f"--data={store}", f"--out={tmp_path}/run", "--train_tokens=100000", "--learning_rate=50", "--grad_clip=0", "--warmup_tokens=0", "--save_interval=1")
     assert p.returncode == 1 and "Traceback" not in p.stderr
-    assert "10 steps in a row" in p.stderr and "learning_rate" in p.stderr and "ckpt_" in p.stderr
+    newest = sorted((tmp_path / "run").glob("ckpt_*.pt"))[-1]
+    assert "10 steps in a row" in p.stderr and "learning_rate" in p.stderr and str(newest) in p.stderr
     skipped = [json.loads(line).get("skipped", 0) for line in open(tmp_path / "run" / "log.jsonl")]
     assert max(skipped) == 9        # the tenth ends the run before its line
+    assert all(t.isfinite().all() for t in weights(tmp_path / "run").values())
+    ok(train("--resume", f"--out={tmp_path}/run", f"--stop_step={int(newest.stem[5:]) + 1}"))
+    assert json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[-2])["skipped"] == 0
+
+
+def test_every_rank_must_see_the_same_run(whole, store, tmp_path):
+    """N06: rank 1 on a disk of its own finds no checkpoint where rank 0 found one: refused on all ranks, in seconds."""
+    out, want, flags = whole
+    ok(train(*flags, f"--out={tmp_path}/0/run", "--stop_step=5"))
+    (tmp_path / "go.py").write_text(f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv[1:] += ['--out={tmp_path}/' + os.environ['RANK'] + '/run'];"
+                                    "import data, train; data.run_command(train.main)")
+    p = command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "go.py", *flags, "--resume", timeout=100)
+    assert p.returncode != 0 and "the ranks see different runs" in p.stderr and not (tmp_path / "1").exists()
+
+
+def test_sigterm_to_one_rank_stops_both_at_the_same_step(whole, tmp_path):
+    """The signal reaches rank 0 in the middle of its optimizer step, where the loss of that step has been exchanged already."""
+    out, want, flags = whole
+    (tmp_path / "go.py").write_text(f"""import os, signal, sys; sys.path.insert(0, {str(ROOT)!r})
+import torch, data, train
+step, count = torch.optim.AdamW.step, []
+def signalled(self, *a, **kw):
+    count.append(1)
+    if os.environ['RANK'] == '0' and len(count) == 7: os.kill(os.getpid(), signal.SIGTERM)
+    return step(self, *a, **kw)
+torch.optim.AdamW.step = signalled
+data.run_command(train.main)
+""")
+    ok(command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "go.py", *flags, f"--out={tmp_path}/run", timeout=100))
+    assert [p.name for p in (tmp_path / "run").glob("ckpt_*.pt")] == ["ckpt_0000008.pt"]       # it is told with the next step's message
+
+
+def test_stop_step_already_passed_ends_at_once(whole, tmp_path):
+    out, want, flags = whole
+    ok(train(*flags, f"--out={tmp_path}/run", "--stop_step=6"))
+    before = (tmp_path / "run" / "ckpt_0000006.pt").read_bytes()
+    assert "steps: 6 of" in ok(train("--resume", f"--out={tmp_path}/run", "--stop_step=6"))
+    assert (tmp_path / "run" / "ckpt_0000006.pt").read_bytes() == before
+
+
+def test_a_resume_on_other_data_is_refused(whole, store, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(store, other)
+    meta = json.loads((other / "meta.json").read_text())
+    (other / "meta.json").write_text(json.dumps(meta | {"fingerprint": "0" * 12}))
+    refused(train("--resume", f"--out={whole[0]}", f"--data={other}"), "000000000000", meta["fingerprint"])
+
+
+def test_overwrite_deletes_a_run_and_nothing_else(store, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    run = [*TINY, *OFF, f"--data={store}", f"--out={tmp_path}/run", "--train_tokens=2000"]
+    ok(train(*run))
+    lines = len((tmp_path / "run" / "log.jsonl").read_text().splitlines())
+    ok(train(*run, "--overwrite"))
+    assert (tmp_path / "run" / "thesis.txt").exists() and len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == lines
+
+
+def test_deterministic_runs_and_changes_nothing_on_a_cpu(store, tmp_path):
+    """L12: on a CPU two runs are bit-equal with or without it."""
+    a, b = run_traced(store, tmp_path, "a", *ON, BUDGET), run_traced(store, tmp_path, "b", *ON, BUDGET, "--deterministic")
+    assert a == b
 
 
 def test_sample_prints_text_from_a_checkpoint(whole):
@@ -314,7 +377,10 @@ def test_plan_prints_the_published_steps_without_data(tmp_path):
     (["--wandb=maybe"], ["maybe"]), (["--data=/nowhere"], ["/nowhere", "data_analyze.py"]), (["--model=gpt4"], ["gpt4", "gpt3-1.3b"]), (["--device=cuda"], ["--device=cpu"]),
     (["--pool=voc"], ["START..END"]), (["--ltd=70%"], ["25%..100%:70%"]), (["--plot"], ["--plan"]), (["--dtype=int8"], ["float16"]),
     (["--global_batch=0"], ["global_batch"]), (["--n_embd=30", "--n_head=4"], ["n_head"]), (["--block_size=100000"], ["block_size=100000"]),
-    (["--train_tokens=1.5"], ["train_tokens"]), (["--pool=zlib:1%..100%:40%"], ["zlib.npy", "--metric=zlib"])])
+    (["--train_tokens=1.5"], ["train_tokens"]), (["--train_tokens=inf"], ["train_tokens"]), (["--block_size=0"], ["block_size"]), (["--dropout=1.5"], ["dropout"]),
+    (["--eval_samples=-1"], ["eval_samples"]), (["--grad_clip=-1"], ["grad_clip"]), (["--min_lr=1"], ["--min_lr=1", "learning_rate"]), (["--warmup_tokens=nan"], ["warmup_tokens"]),
+    (["--trace=/no/dir/x"], ["/no/dir"]), (["--top_k=-1"], ["top_k"]), (["--device=gpu"], ["cuda:N"]), (["--ltd=off", "--ltd_kernel=cuda"], ["no effect"]),
+    (["--ltd_kernel=cuda"], ["--ltd_kernel=torch"]), (["--resume", "--overwrite"], ["no effect"]), (["--lr_decay=constant", "--min_lr=0"], ["no effect"]), (["--pool=zlib:1%..100%:40%"], ["zlib.npy", "--metric=zlib"])])
 def test_a_users_mistake_gets_one_line_before_anything_is_written(store, tmp_path, flags, words):
     """G01, K08's kind: what is wrong, what is needed, what to type."""
     base = [f for f in TINY if f.partition("=")[0] not in {x.partition("=")[0] for x in flags}]
@@ -352,6 +418,12 @@ class Run:
     def log(self, record): open(os.environ["STUB"], "a").write("log " + str(record["step"]) + "\\n")
     def finish(self): pass
 '''
+
+
+def test_an_error_of_wandbs_in_mid_run_costs_one_line(store, tmp_path):
+    (tmp_path / "wandb.py").write_text(STUB.replace('def log(self, record): open', 'def log(self, record): raise BrokenPipeError("gone"); open'))
+    printed = ok(train(*TINY, *OFF, f"--data={store}", f"--out={tmp_path}/run", "--train_tokens=2000", "--wandb", env={"PYTHONPATH": str(tmp_path), "STUB": str(tmp_path / "calls")}))
+    assert printed.count("wandb: off (BrokenPipeError") == 1
 
 
 def test_wandb_is_started_once_on_rank_0(store, tmp_path):
