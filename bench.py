@@ -63,7 +63,7 @@ class TableConfig:
 def alternate(contenders, rounds, device, calls=1):
     """Median milliseconds a call of each callable, run in turns of `calls` calls after two warm-up rounds."""
     times = {name: [] for name in contenders}
-    sync = torch.cuda.synchronize if device == "cuda" else lambda: None
+    sync = torch.cuda.synchronize if device != "cpu" else lambda: None
     for i in range(rounds + 2):
         for name, step in contenders.items():
             sync()
@@ -77,7 +77,7 @@ def alternate(contenders, rounds, device, calls=1):
 
 
 def name_of(device):
-    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return torch.cuda.get_device_name(device) if device != "cpu" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def train_step(model, params, optimizer, x, y, keep=None):
@@ -118,6 +118,9 @@ def bench_step(cfg):
     dtype = getattr(torch, cfg.dtype or ("float32" if device == "cpu" else "bfloat16"))
     if cfg.nanogpt and dtype != torch.float32:
         raise ValueError("--nanogpt compares in float32: add --dtype=float32")
+    if min(cfg.n_layer - 2, cfg.rounds, cfg.batch_size, cfg.block_size // 4, cfg.n_head) < 1 or cfg.n_embd % cfg.n_head:
+        raise ValueError("step needs 3 layers, 4 tokens, a row and a round, and --n_embd a multiple of --n_head")
+    print(f"ltd: {ltd.load_kernel('auto', device)}")
     torch.manual_seed(0)
     B, T = cfg.batch_size, cfg.block_size
     x, y = (torch.randint(cfg.vocab_size, (B, T), device=device) for _ in range(2))
@@ -247,6 +250,9 @@ def arm_of(config):
 
 
 # two-sided 95 % points of Student's t, by degrees of freedom
+# what runs of one arm may differ in
+OF_A_RUN = {"seed", "learning_rate", "min_lr", "out", "resume", "overwrite", "stop_step", "trace", "wandb", "keep_ckpts",
+            "save_interval", "log_interval", "eval_interval", "data", "device", "ltd_kernel", "dist_timeout"}
 T95 = [math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26]
 
 
@@ -258,12 +264,18 @@ def bench_table(cfg, folders):
     if not folders:
         raise ValueError("table needs the folders of finished runs: python bench.py table out/my_runs/*")
     runs = defaultdict(lambda: defaultdict(dict))           # arm -> learning rate -> seed -> run
-    fingerprints = set()
+    fingerprints, same = set(), {}
     for folder in folders:
         about, last, curve = read_run(folder)
         c = about["config"]
         fingerprints.add(about["fingerprint"])
-        runs[arm_of(c)][c["learning_rate"]][c["seed"]] = (last, curve)
+        arm, rest = arm_of(c), {k: c[k] for k in c.keys() - OF_A_RUN}
+        differs = sorted(k for k in rest if rest[k] != same.setdefault(arm, rest)[k])
+        twins = runs[arm][c["learning_rate"]]
+        if differs or c["seed"] in twins:
+            what = f"other --{differs[0]}" if differs else "same learning rate and seed"
+            raise ValueError(f"{folder} is an arm '{arm}' with {what} as another folder; give them to two tables")
+        twins[c["seed"]] = (last, curve)
     if len(fingerprints) > 1:
         raise ValueError(f"these runs are of different corpora ({', '.join(sorted(fingerprints))}); "
                          "compare one corpus at a time")

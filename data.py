@@ -36,13 +36,25 @@ def write_atomic(path, write):
         temporary.unlink(missing_ok=True)
 
 
+def read_json(path, fields):
+    """A JSON object that has `fields`. Raises ValueError naming the file and what it lacks."""
+    try:
+        content = json.loads(Path(path).read_text())
+        missing = [f for f in fields if f not in content]
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as e:
+        raise ValueError(f"{path} is damaged ({e}); make the data again") from None
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; make the data again")
+    return content
+
+
 def read_meta(folder):
     """meta.json of a store, checked against its files. Raises ValueError naming the file at fault."""
     folder = Path(folder)
     if not (folder / "meta.json").is_file():
         raise ValueError(f"{folder} holds no meta.json; make the data with: "
                          f"python data_analyze.py --text=FILE_OR_FOLDER --out={folder}")
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = read_json(folder / "meta.json", ("tokens", "dtype", "vocab_size", "eot_id", "fingerprint"))
     for split, tokens in meta["tokens"].items():
         file, want = folder / f"{split}.bin", tokens * np.dtype(meta["dtype"]).itemsize
         size = file.stat().st_size if file.is_file() else -1
@@ -58,6 +70,8 @@ class Store:
 
     def __init__(self, folder, split, block_size):
         self.folder, self.split, self.block_size, self.meta = Path(folder), split, block_size, read_meta(folder)
+        if block_size < 1:
+            raise ValueError(f"--block_size={block_size} must be at least 1")
         n = self.meta["tokens"].get(split, 0)
         self.n_samples = max(0, n - 1) // block_size
         if not self.n_samples:
@@ -80,7 +94,7 @@ class Store:
         again = f"python data_analyze.py --data={self.folder} --block_size={self.block_size} --metric={metric}"
         if not base.with_suffix(".npy").is_file() or not base.with_suffix(".json").is_file():
             raise ValueError(f"{base}.npy is missing; make it with: {again}")
-        info = json.loads(base.with_suffix(".json").read_text())
+        info = read_json(base.with_suffix(".json"), ("fingerprint",))
         if info["fingerprint"] != self.meta["fingerprint"]:
             raise ValueError(f"{base}.npy belongs to other data ({info['fingerprint']}, "
                              f"not {self.meta['fingerprint']}); make it again: {again}")
@@ -175,18 +189,25 @@ class Tokenizer:
         """str -> (n,) uint32 array, without eot_id. A run of white space over LONGEST_RUN is encoded in pieces."""
         if self.encoding is None:
             return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
-        pieces = [text]
-        if len(text) > LONGEST_RUN and (run := re.search(rf"\s{{{LONGEST_RUN}}}", text)):
-            at = run.start()
-            pieces = [text[:at]] + [text[i:i + LONGEST_RUN] for i in range(at, len(text), LONGEST_RUN)]
+        pieces, at = [], 0
+        if len(text) > LONGEST_RUN:
+            for run in re.finditer(rf"\s{{{LONGEST_RUN},}}", text):
+                pieces += [text[at:run.start()]]
+                pieces += [text[i:min(i + LONGEST_RUN, run.end())] for i in range(run.start(), run.end(), LONGEST_RUN)]
+                at = run.end()
+        pieces = [p for p in (*pieces, text[at:]) if p] or [""]
         return np.concatenate([self.encoding.encode_to_numpy(p, disallowed_special=()) for p in pieces])
 
     def decode(self, ids):
-        """Token ids -> str; bytes that are no UTF-8 become U+FFFD, eot_id becomes <|endoftext|>."""
-        ids = [int(i) for i in ids]
-        if self.encoding is not None:
-            return self.encoding.decode(ids)
-        return b"".join(bytes([i]) if i < 256 else b"<|endoftext|>" for i in ids).decode(errors="replace")
+        """Token ids -> str; bytes that are no UTF-8 and ids without a token become U+FFFD, eot_id <|endoftext|>."""
+        def as_bytes(i):
+            if self.encoding is None:
+                return bytes([i]) if i < 256 else b"<|endoftext|>"
+            try:
+                return self.encoding.decode_single_token_bytes(i)
+            except KeyError:            # large vocabularies have holes
+                return "\ufffd".encode()
+        return b"".join(as_bytes(int(i)) for i in ids).decode(errors="replace")
 
 
 def load_tokenizer(folder):
@@ -206,7 +227,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _int(text):
     value = float(text)
-    if value != int(value):
+    if not value.is_integer():      # false for inf and nan, too
         raise ValueError
     return int(text) if text.lstrip("-").isdigit() else int(value)
 

@@ -15,6 +15,7 @@ import shutil
 import sys
 import sysconfig
 import time
+import zlib
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -81,6 +82,14 @@ def decode(raw, errors, where, counts, start_of_file=False):
         return raw.decode("utf-8", "replace")
 
 
+def lines(file, disk):
+    """The lines of an open file, unpacked if its name ends in .gz."""
+    try:
+        yield from gzip.open(disk) if file.name.endswith(".gz") else disk
+    except (EOFError, OSError, zlib.error) as e:
+        raise ValueError(f"{file} cannot be read to its end ({e}); fetch or pack it again") from None
+
+
 def documents(files, cfg, counts, progress=lambda n: None):
     """Yield the text of every document: a .jsonl line, or a whole file of any other kind. A lone surrogate (legal in
     JSON, not in UTF-8) becomes U+FFFD."""
@@ -92,7 +101,7 @@ def documents(files, cfg, counts, progress=lambda n: None):
             continue
         with open(file, "rb") as disk:
             before, at = 0, 0
-            for number, line in enumerate(gzip.open(disk) if file.name.endswith(".gz") else disk, 1):
+            for number, line in enumerate(lines(file, disk), 1):
                 at += len(line)
                 now = disk.tell() if file.name.endswith(".gz") else at
                 progress(now - before)
@@ -213,6 +222,10 @@ def build(files, cfg, out, corpus):
     """Write the store `out`: into a folder beside it first, renamed when it is whole. Same bytes for any workers."""
     if out.exists() and not cfg.overwrite:
         raise ValueError(f"{out} exists; give another --out, or --overwrite to replace it")
+    if out.exists() and not (out / "meta.json").is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is no store (it holds no meta.json), so --overwrite will not delete it; give another --out")
+    if any(out.resolve() in f.resolve().parents for f in files):
+        raise ValueError(f"--out={out} holds the text to read; give another --out")
     if not 0 <= cfg.val_fraction < 1:
         raise ValueError(f"--val_fraction={cfg.val_fraction:g} must be at least 0 and below 1")
     if cfg.errors not in ("strict", "replace"):
@@ -239,16 +252,16 @@ def build(files, cfg, out, corpus):
             some = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
             raise ValueError(f"no tokens from {len(files)} files ({some}): all documents are empty")
         if cfg.val_fraction and not n_docs["val"]:
-            # too few documents to spare one: the last share of the tokens is held out instead
-            cut = tokens["train"] - int(tokens["train"] * cfg.val_fraction)
+            # fewer than 1/f documents: the last one is held out, or of a single one the last share of its tokens
+            cut = starts[-1] if len(starts) > 1 else tokens["train"] - int(tokens["train"] * cfg.val_fraction)
             whole = np.memmap(tmp / "train.bin", dtype=dtype, mode="r")
             (tmp / "val.bin").write_bytes(whole[cut:].tobytes())
             os.truncate(tmp / "train.bin", cut * dtype().itemsize)
             tokens["val"], tokens["train"] = tokens["train"] - cut, cut
+            what = "document" if len(starts) > 1 else f"{cfg.val_fraction:.0%} of the tokens"
+            print(f"only {len(starts)} document{'s' * (len(starts) > 1)}: the last {what} is the validation split")
             n_docs["val"], starts = 1, [s for s in starts if s < cut]
             n_docs["train"] = len(starts)
-            print(f"only {sum(n_docs.values()) - 1} documents: "
-                  f"the last {cfg.val_fraction:.0%} of the tokens are the validation split")
         spec = json.dumps(tokenizer.spec)
         sizes = json.dumps([tokens["train"], tokens["val"]])
         content = digest["train"].hexdigest() + digest["val"].hexdigest() + spec + sizes
@@ -326,10 +339,14 @@ def main():
     for m in metrics:
         if m not in METRICS:
             raise ValueError(f"--metric={m} is unknown; it takes {', '.join(METRICS)}")
+    for flag, least in (("block_size", 1), ("workers", 0), ("skip_bad", 0)):
+        if getattr(cfg, flag) < least:
+            raise ValueError(f"--{flag}={getattr(cfg, flag)} must be at least {least}")
     if cfg.data:
-        if cfg.text or cfg.out:
-            raise ValueError("--data analyses an existing store; --text with --out makes a new one: "
-                             "give one of the two")
+        idle = sorted(given - {"data", "block_size", "metric"})
+        if idle:
+            raise ValueError(f"--data analyses an existing store, where --{idle[0]} has no effect; "
+                             "a new store is made with --text and --out")
         read_meta(cfg.data)
     elif cfg.text:
         if not cfg.out:
