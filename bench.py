@@ -249,10 +249,11 @@ def arm_of(config):
     return " + ".join(parts) or "dense"
 
 
-# two-sided 95 % points of Student's t, by degrees of freedom
 # what runs of one arm may differ in
-OF_A_RUN = {"seed", "learning_rate", "min_lr", "out", "resume", "overwrite", "stop_step", "trace", "wandb", "keep_ckpts",
-            "save_interval", "log_interval", "eval_interval", "data", "device", "ltd_kernel", "dist_timeout"}
+OF_A_RUN = {"seed", "learning_rate", "min_lr", "out", "resume", "overwrite", "stop_step", "trace", "wandb",
+            "keep_ckpts", "save_interval", "log_interval", "eval_interval", "data", "device", "ltd_kernel",
+            "dist_timeout"}
+# two-sided 95 % points of Student's t, by degrees of freedom
 T95 = [math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26]
 
 

@@ -223,7 +223,8 @@ def build(files, cfg, out, corpus):
     if out.exists() and not cfg.overwrite:
         raise ValueError(f"{out} exists; give another --out, or --overwrite to replace it")
     if out.exists() and not (out / "meta.json").is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is no store (it holds no meta.json), so --overwrite will not delete it; give another --out")
+        raise ValueError(f"{out} is no store (it holds no meta.json), so --overwrite will not delete it; "
+                         "give another --out")
     if any(out.resolve() in f.resolve().parents for f in files):
         raise ValueError(f"--out={out} holds the text to read; give another --out")
     if not 0 <= cfg.val_fraction < 1:

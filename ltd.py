@@ -58,7 +58,7 @@ def _draw(seed, step, rows, layers, T, K):
     s = mix(s + GOLDEN)
     position = torch.arange(T, dtype=torch.int64, device=dev)
     key = mix(s[..., None] + GOLDEN * (position + 1))                       # (B, n, T)
-    key = (key >> 16 & 0xFFFFFFFF0000) | position                           # the upper 32 bits, then the position: no two are equal
+    key = (key >> 16 & 0xFFFFFFFF0000) | position                           # upper 32 bits, then the position: no ties
     kept = key.topk(K, dim=-1, largest=False, sorted=False).values & (MAX_T - 1)   # (B, n, K)
     return kept.sort(dim=-1).values.to(torch.int32)
 
@@ -83,7 +83,7 @@ def _rows(x, keep):
 
 
 def _gather(x, keep):
-    return x.reshape(-1, x.size(2)).index_select(0, _rows(x, keep)).view(*keep.shape, x.size(2))     # (B*T, C) -> (B, K, C)
+    return x.reshape(-1, x.size(2)).index_select(0, _rows(x, keep)).view(*keep.shape, x.size(2))  # -> (B, K, C)
 
 
 def _scatter_(x, y, keep):
@@ -96,8 +96,8 @@ def _scatter(x, y, keep):
     return out
 
 
-# torch.ops.ltd.*: what is registered here is the torch path, for every device; the CUDA kernels take CUDA tensors over once
-# they are loaded. Nothing of size (B, T, C) is saved for backward, and backward is the same two moves.
+# torch.ops.ltd.*: what is registered here is the torch path, for every device; the CUDA kernels take CUDA tensors over
+# once they are loaded. Nothing of size (B, T, C) is saved for backward, and backward is the same two moves.
 _library = torch.library.Library("ltd", "DEF")
 for _schema, _function in (("draw(int seed, int step, Tensor rows, Tensor layers, int T, int K) -> Tensor", _draw),
                            ("gather(Tensor x, Tensor keep) -> Tensor", _gather),
@@ -124,15 +124,16 @@ def _scatter_backward(ctx, dout):
 
 torch.library.register_autograd("ltd::gather", _gather_backward, setup_context=_save_keep)
 torch.library.register_autograd("ltd::scatter", _scatter_backward, setup_context=_save_keep)
-torch.library.register_fake("ltd::draw", lambda seed, step, rows, layers, T, K: rows.new_empty(rows.size(0), layers.size(0), K, dtype=torch.int32))
+torch.library.register_fake("ltd::draw", lambda seed, step, rows, layers, T, K:
+                            rows.new_empty(rows.size(0), layers.size(0), K, dtype=torch.int32))
 torch.library.register_fake("ltd::gather", lambda x, keep: x.new_empty(*keep.shape, x.size(2)))
 torch.library.register_fake("ltd::scatter", lambda x, y, keep: x.new_empty(x.shape))
 torch.library.register_fake("ltd::scatter_", lambda x, y, keep: None)
 
 
 # The two functions below are one pair, used by drop() alone. Written as gather and scatter, autograd would fill a zero
-# tensor of (B, T, C), add it to another, and copy the stream forward: four times the traffic. As a pair, the forward pass
-# moves 4K rows: the stream x is passed along as the same tensor and y written into it. The backward pass is the same
+# tensor of (B, T, C), add it to another, and copy the stream forward: four times the traffic. As a pair, the forward
+# pass moves 4K rows: the stream x is passed along as the same tensor and y written into it. Backward is the same
 # two moves: _Put hands the incoming gradient on whole and gathers dy from it; _Take then overwrites the kept rows with
 # dx. So _Put's gradient for x is right only because _Take comes behind it. Nothing of size (B, T, C) is saved.
 # Writing into x is safe where nobody saved x for backward: it is the sum that ended the block before, and a sum saves
@@ -175,7 +176,7 @@ def drop(block, x, keep, *per_token, inplace=False):
 
     x: (B, T, C); keep: (B, K) int, ascending, 1 <= K <= T; returns (B, T, C). per_token: tensors (B or 1, T, ...) that
     belong to positions (rotary angles, masks), gathered with the same indices and handed to the block; None stays None.
-    inplace=True writes into x and saves a copy of it: only for a caller that will not read x again (see the note above).
+    inplace=True writes into x and saves a copy of it: only for a caller that will not read x again (see above).
     Raises ValueError where shapes do not fit; that the indices are in range is draw()'s promise.
     """
     B, T, C = x.shape
@@ -203,15 +204,16 @@ _loaded = ""        # what load_kernel() loaded: "CUDA kernel (sm_90)", or nothi
 
 
 def _build(source, target, arch, verbose=False):
-    """Compile `source` for `arch` ("9.0", or several: "8.0;9.0") and rename the library to `target`. Built in a folder of its
-    own, so that neither a killed build nor torch's own lock file can stand in the way of the next one."""
+    """Compile `source` for `arch` ("9.0", or several: "8.0;9.0") and rename the library to `target`. Built in a folder
+    of its own, so that neither a killed build nor torch's own lock file can stand in the way of the next one."""
     from torch.utils import cpp_extension
     old = {k: os.environ.get(k) for k in ("TORCH_CUDA_ARCH_LIST", "MAX_JOBS")}
     work = Path(tempfile.mkdtemp(prefix="build-", dir=target.parent))
     os.environ.update(TORCH_CUDA_ARCH_LIST=arch, MAX_JOBS=old["MAX_JOBS"] or "2")
     try:
-        cpp_extension.load(target.stem, [str(source)], build_directory=str(work), is_python_module=False, with_cuda=True, verbose=verbose,
-                           extra_cflags=["-O2", "-DUSE_CUDA"], extra_cuda_cflags=["-O3", "-DUSE_CUDA", "-Xptxas=-v"])
+        cpp_extension.load(target.stem, [str(source)], build_directory=str(work), is_python_module=False,
+                           with_cuda=True, verbose=verbose, extra_cflags=["-O2", "-DUSE_CUDA"],
+                           extra_cuda_cflags=["-O3", "-DUSE_CUDA", "-Xptxas=-v"])
         os.replace(work / f"{target.stem}.so", target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -220,15 +222,15 @@ def _build(source, target, arch, verbose=False):
 
 
 def library_path(source, arch):
-    """Where the library for this torch, CUDA, Python, architecture and source lies: any other combination is another file."""
+    """Where the library for this torch, CUDA, Python, architecture and source lies: each combination has its own."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path("~/.cache/torch_extensions").expanduser()
     key = f"{torch.__version__} {torch.version.cuda} {sys.version_info[:2]} {arch}".encode() + Path(source).read_bytes()
     return Path(root) / "winnow" / f"ltd_{hashlib.sha256(key).hexdigest()[:16]}.so"
 
 
 def build_and_load(source, arch, timeout=180):
-    """Load the library, building it first where it is missing: one process builds, all others (ranks, other runs) wait for
-    it with a timeout. The lock is the kernel's (flock), so that it ends with its holder, killed or not."""
+    """Load the library, building it first where it is missing: one process builds, all others (ranks, other runs) wait
+    for it with a timeout. The lock is the kernel's (flock), so that it ends with its holder, killed or not."""
     import fcntl
     target, start, built = library_path(source, arch), time.time(), False
     if not target.is_file():
@@ -240,7 +242,8 @@ def build_and_load(source, arch, timeout=180):
                     break
                 except BlockingIOError:
                     if time.time() - start > timeout:
-                        raise RuntimeError(f"another process has been building for {timeout} s; its lock is {lock.name}") from None
+                        raise RuntimeError(f"another process has been building for {timeout} s; "
+                                           f"its lock is {lock.name}") from None
                     time.sleep(0.2)
             if not target.is_file():
                 for stale in target.parent.glob("build-*"):         # of killed builds: we hold the lock
@@ -253,8 +256,8 @@ def build_and_load(source, arch, timeout=180):
 
 
 def load_kernel(mode="auto", device="cuda"):
-    """Choose how torch.ops.ltd.* work on CUDA tensors; returns one line that says what and why. mode: auto (the kernel where it
-    can be built, else torch), cuda (the kernel, or ValueError), torch. Nothing is built before this is called."""
+    """Choose how torch.ops.ltd.* work on CUDA tensors; returns one line that says what and why. mode: auto (the kernel
+    where it can be built, else torch), cuda (the kernel, or ValueError), torch. Nothing is built before this call."""
     global _loaded
     if mode not in ("auto", "cuda", "torch"):
         raise ValueError(f"--ltd_kernel={mode} is unknown; it takes auto, cuda or torch")
@@ -267,8 +270,9 @@ def load_kernel(mode="auto", device="cuda"):
         seconds = build_and_load(Path(__file__).with_name("ltd_kernel.cu"), f"{major}.{minor}")
         _loaded = f"CUDA kernel (sm_{major}{minor})"
         return f"{_loaded}, ready in {seconds:.1f} s"
-    except Exception as e:      # no toolkit, no compiler, no ninja, another CUDA, no writable folder: each has its own exception
+    except Exception as e:      # no toolkit, compiler, ninja, writable folder, another CUDA: each has its own exception
         why = " ".join(str(e).split())[:200] or type(e).__name__
         if mode == "cuda":
-            raise ValueError(f"--ltd_kernel=cuda: the CUDA kernel cannot be had: {why}; mend that, or give --ltd_kernel=torch") from e
+            raise ValueError(f"--ltd_kernel=cuda: the CUDA kernel cannot be had: {why}; "
+                             "mend that, or give --ltd_kernel=torch") from e
         return f"torch path ({why})"

@@ -33,8 +33,8 @@ def save_checkpoint(folder, content):
 
 
 def prune_checkpoints(folder, keep, sound=math.inf):
-    """Delete all but the newest `keep` checkpoints, and those of steps after `sound`, whose weights went bad. Returns what
-    is left. Called once the newest one has given a finite gradient, so that a ruined one never pushes a good one out."""
+    """Delete all but the newest `keep` checkpoints, and those of steps after `sound`, whose weights went bad. Returns
+    what is left. Called once the newest one has given a finite gradient: a ruined one never pushes a good one out."""
     paths = sorted(Path(folder).glob("ckpt_*.pt"))
     good = [p for p in paths if int(p.stem[5:]) <= sound]
     for path in set(paths) - set(good[-keep:]):
@@ -49,22 +49,23 @@ def newest_checkpoint(folder):
         try:
             return path, torch.load(path, map_location="cpu", weights_only=True)
         except Exception as e:      # torch.load raises whatever the damage makes of it
-            print0(f"{path} does not open ({type(e).__name__}: {str(e)[:80]}): set aside as .damaged, trying the one before it")
+            print0(f"{path} does not open ({type(e).__name__}: {str(e)[:80]}): set aside as .damaged, "
+                   "trying the one before it")
             if int(os.environ.get("RANK", 0)) == 0:
                 path.rename(path.with_suffix(".damaged"))
     return None
 
 
 def start_wandb(folder, config):
-    """A wandb run, or None: whatever goes wrong costs one line, never the training. The mode is chosen before the start,
-    because wandb cannot fall back once it has begun."""
+    """A wandb run, or None: whatever goes wrong costs one line, never the training. The mode is chosen before the
+    start, because wandb cannot fall back once it has begun."""
     try:
         import wandb
         key = os.environ.get("WANDB_API_KEY") or Path("~/.netrc").expanduser().is_file()
         mode = os.environ.get("WANDB_MODE") or ("online" if key else "offline")
         run = wandb.init(project="winnow", name=Path(folder).name, dir=folder, config=config, mode=mode,
                          settings=wandb.Settings(init_timeout=30))
-        run.define_metric("*", step_metric="step")      # a resumed run logs a step twice: the step is data, not wandb's count
+        run.define_metric("*", step_metric="step")      # the step is data, not wandb's count: a resume repeats some
         print0(f"wandb: {mode}")
         return run
     except Exception as e:
@@ -94,8 +95,8 @@ def git_hash():
 
 
 # dense half-precision FLOP/s by a part of the card's name, from the makers' data sheets
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "3090": 71e12,
-              "A10": 125e12, "V100": 125e12}
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12,
+              "3090": 71e12, "A10": 125e12, "V100": 125e12}
 
 
 def device_name(device):

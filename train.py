@@ -35,8 +35,8 @@ import curriculum
 import data
 import ltd
 from model import GPT, SIZES, forward_flops
-from output import (append_line, device_name, git_hash, newest_checkpoint, peak_flops, plot_loss, print0, prune_checkpoints,
-                    read_log, save_checkpoint, start_wandb, wandb_log)
+from output import (append_line, device_name, git_hash, newest_checkpoint, peak_flops, plot_loss, print0,
+                    prune_checkpoints, read_log, save_checkpoint, start_wandb, wandb_log)
 from plan import make_plan, print_plan
 
 EMBEDDED = "data/stdlib"
@@ -72,7 +72,7 @@ class Config:
     beta2: float = 0.95         # AdamW
     grad_clip: float = 1.0      # global gradient norm, 0 = off
     # efficient data sampling and routing (START..END:DURATION[:SHAPE])
-    pool: list = field(default_factory=list)  # METRIC:PACE, repeatable (intersection), or off; default voc:30%..100%:40%:sqrt
+    pool: list = field(default_factory=list)  # METRIC:PACE (repeats intersect), or off; default voc:30%..100%:40%:sqrt
     seqlen: str = "truncate:25%..100%:40%"  # truncate:PACE or reshape:PACE in tokens, or off
     seqlen_multiple: int = 8    # lengths are multiples of this
     ltd: str = "25%..100%:70%"  # PACE of the kept tokens of the middle layers, or off
@@ -80,7 +80,7 @@ class Config:
     ltd_kernel: str = "auto"    # auto (the CUDA kernel where it can be built), cuda (or refuse), torch
     # system
     device: str = ""            # cpu, cuda, cuda:1; empty = cuda if there is one
-    dtype: str = ""             # float32, bfloat16, float16; empty = the best half precision of the GPU, float32 on a CPU
+    dtype: str = ""             # float32, bfloat16, float16; empty = the GPU's best half precision, float32 on a CPU
     compile: bool = False       # torch.compile the model (worth it on a GPU)
     recompute: bool = False     # activation checkpointing: a third more time for much less memory
     deterministic: bool = False  # refuse kernels that are not reproducible on a GPU (a CPU run always is)
@@ -110,11 +110,12 @@ class Config:
 
 POOL = ["voc:30%..100%:40%:sqrt"]
 # a GPU trains this where the flags say nothing; a CPU trains the defaults above
-GPU_SIZE = dict(n_layer=12, n_head=8, n_embd=512, global_batch=64, batch_size=64, train_tokens=40_000_000, learning_rate=1e-3)
+GPU_SIZE = dict(n_layer=12, n_head=8, n_embd=512, global_batch=64, batch_size=64,
+                train_tokens=40_000_000, learning_rate=1e-3)
 # flags that belong to one call of the command, and those that a resumed run may change: neither touches plan or numbers
 CALL = {"out", "resume", "overwrite", "stop_step", "trace", "plan", "plot", "sample"}
-FREE = CALL | {"data", "device", "batch_size", "compile", "recompute", "ltd_kernel", "dist_timeout", "eval_interval", "save_interval",
-               "keep_ckpts", "log_interval", "wandb", "prompt", "max_new_tokens", "temperature", "top_k"}
+FREE = CALL | {"data", "device", "batch_size", "compile", "recompute", "eval_interval", "save_interval", "log_interval",
+               "keep_ckpts", "ltd_kernel", "dist_timeout", "wandb", "prompt", "max_new_tokens", "temperature", "top_k"}
 
 # -----------------------------------------------------------------------------
 # settings: what the flags, the device and a checkpoint make of a Config
@@ -130,15 +131,16 @@ def pick_device(cfg):
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     # bfloat16 in hardware begins with compute capability 8; torch itself also says yes where it emulates it slowly
-    half = "float32" if device == "cpu" else "bfloat16" if torch.cuda.get_device_capability(device)[0] >= 8 else "float16"
+    half = ("float32" if device == "cpu" else
+            "bfloat16" if torch.cuda.get_device_capability(device)[0] >= 8 else "float16")
     return device, cfg.dtype or half
 
 
 RANGES = {  # flag: (least, most); a bound in a string is left out itself
-    **{flag: (1, math.inf) for flag in ("batch_size", "n_head", "n_embd", "n_layer", "block_size", "eval_interval", "save_interval",
-                                        "keep_ckpts", "log_interval", "dist_timeout", "train_tokens")},
-    **{flag: (0, math.inf) for flag in ("seed", "eval_samples", "stop_step", "max_new_tokens", "temperature", "top_k", "weight_decay",
-                                        "grad_clip", "init_std", "learning_rate", "min_lr")},
+    **{flag: (1, math.inf) for flag in ("batch_size", "n_head", "n_embd", "n_layer", "block_size", "eval_interval",
+                                        "save_interval", "keep_ckpts", "log_interval", "dist_timeout", "train_tokens")},
+    **{flag: (0, math.inf) for flag in ("seed", "eval_samples", "stop_step", "max_new_tokens", "temperature", "top_k",
+                                        "weight_decay", "grad_clip", "init_std", "learning_rate", "min_lr")},
     "dropout": (0, "1"), "beta1": (0, "1"), "beta2": (0, "1")}
 
 
@@ -147,13 +149,15 @@ def check(cfg, given, world):
     for flag, (least, most) in RANGES.items():
         value = getattr(cfg, flag)
         if not (least <= value < float(most) if isinstance(most, str) else least <= value <= most):
-            raise ValueError(f"--{flag}={value} must be at least {least}" + ("" if most == math.inf else f" and below {most}"))
+            bound = "" if most == math.inf else f" and below {most}"
+            raise ValueError(f"--{flag}={value} must be at least {least}{bound}")
     if cfg.dtype not in ("", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype={cfg.dtype} is unknown; it takes float32, bfloat16 or float16")
     if cfg.min_lr > cfg.learning_rate:
         raise ValueError(f"--min_lr={cfg.min_lr:g} must not be above --learning_rate={cfg.learning_rate:g}")
     if cfg.global_batch < world:
-        raise ValueError(f"--global_batch={cfg.global_batch} leaves some of the {world} ranks without a sample; take {world} or more")
+        raise ValueError(f"--global_batch={cfg.global_batch} leaves some of the {world} ranks without a sample; "
+                         f"take {world} or more")
     if cfg.trace and not Path(cfg.trace).absolute().parent.is_dir():
         raise ValueError(f"--trace={cfg.trace}: its folder does not exist; make it first")
     for idle, flags, why in ((cfg.ltd == "off", ("ltd_kernel", "ltd_multiple"), "--ltd=off"),
@@ -187,8 +191,8 @@ def resumed(cfg, given, path, saved):
     free = FREE - ({"batch_size", "compile"} if saved.dropout else set())       # they move the masks of dropout
     for name in given - free:
         if getattr(cfg, name) != getattr(saved, name):
-            raise ValueError(f"--{name}={getattr(cfg, name)} differs from {getattr(saved, name)} in {path}; a resumed run keeps "
-                             "its settings: leave the flag out, or start another run with another --out")
+            raise ValueError(f"--{name}={getattr(cfg, name)} differs from {getattr(saved, name)} in {path}; a resumed "
+                             "run keeps its settings: leave the flag out, or start another run with another --out")
     return dataclasses.replace(saved, **{name: getattr(cfg, name) for name in given & free | CALL})
 
 
@@ -199,8 +203,8 @@ def plan_of(cfg, store):
 
 
 def ensure_embedded(cfg):
-    """Make what is missing of the embedded corpus, its tokens or this block size's difficulties, by the offline command:
-    local rank 0 does, before there is a process group, and the others wait for the last file."""
+    """Make what is missing of the embedded corpus, its tokens or this block size's difficulties, by the offline
+    command: local rank 0 does, before there is a process group, and the others wait for the last file."""
     meta, last = Path(EMBEDDED) / "meta.json", Path(EMBEDDED) / f"T{cfg.block_size}" / "voc.json"
     if meta.is_file() and (last.is_file() or cfg.pool == ["off"]):
         return
@@ -233,7 +237,8 @@ def main():
         cfg = resumed(cfg, given, path, checkpoint["config"])
         device, _ = pick_device(cfg)
     elif cfg.sample:
-        raise ValueError(f"--out={cfg.out} holds no checkpoint to sample from; train first: python train.py --out={cfg.out}")
+        raise ValueError(f"--out={cfg.out} holds no checkpoint to sample from; "
+                         f"train first: python train.py --out={cfg.out}")
     else:
         device, dtype = pick_device(cfg)
         settle(cfg, given, device)
@@ -250,12 +255,14 @@ def main():
     store = data.Store(cfg.data, "train", cfg.block_size)
     fingerprint = store.meta["fingerprint"]
     if found and checkpoint["fingerprint"] != fingerprint:
-        raise ValueError(f"{path} was trained on other data ({checkpoint['fingerprint']}) than {cfg.data} ({fingerprint}); give its --data=FOLDER")
+        raise ValueError(f"{path} was trained on other data ({checkpoint['fingerprint']}) than {cfg.data} "
+                         f"({fingerprint}); give its --data=FOLDER")
     plan = plan_of(cfg, store)
     tokenizer = data.load_tokenizer(cfg.data)
     out = Path(cfg.out)
     if ((out / "log.jsonl").exists() or list(out.glob("ckpt_*.pt"))) and not cfg.resume and not cfg.overwrite:
-        raise ValueError(f"--out={out} holds a run already: --resume continues it, --overwrite deletes it, another --out keeps it")
+        raise ValueError(f"--out={out} holds a run already: --resume continues it, --overwrite deletes it, "
+                         "another --out keeps it")
 
     torch.manual_seed(cfg.seed)         # before the weights are drawn: they are the same on every rank and device
     if device != "cpu":
@@ -265,8 +272,8 @@ def main():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     kernel = "off" if cfg.ltd == "off" else ltd.load_kernel(cfg.ltd_kernel, device)
-    model = GPT(store.meta["vocab_size"], cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.dropout, cfg.bias, cfg.pos,
-                cfg.init_std, cfg.recompute, getattr(torch, cfg.dtype)).to(device)
+    model = GPT(store.meta["vocab_size"], cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.dropout, cfg.bias,
+                cfg.pos, cfg.init_std, cfg.recompute, getattr(torch, cfg.dtype)).to(device)
     if found:
         model.load_state_dict(checkpoint["model"])
 
@@ -291,17 +298,20 @@ def main():
         all_views, mine = [None] * world, (start, fingerprint, plan.steps, n_eval)
         dist.all_gather_object(all_views, mine)
         if any(view != all_views[0] for view in all_views):
-            raise ValueError(f"the ranks see different runs (checkpoint's step, data, steps, windows): {all_views}; every rank needs the "
-                             "same --data and the checkpoints in --out: share the folder, or copy it to every host")
+            raise ValueError(f"the ranks see different runs (checkpoint's step, data, steps, windows): {all_views}; "
+                             "every rank needs the same --data and the checkpoints in --out: share the folder, "
+                             "or copy it to every host")
     log = trace = None
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        for stale in (*out.glob("*.tmp"), *(() if found else (*out.glob("ckpt_*.pt"), out / "log.jsonl", out / "loss.png"))):
-            stale.unlink(missing_ok=True)               # what a killed process was writing; what an overwritten run left
+        old = [] if found else [*out.glob("ckpt_*.pt"), out / "log.jsonl", out / "loss.png"]
+        for stale in [*out.glob("*.tmp"), *old]:
+            stale.unlink(missing_ok=True)               # what a killed process was writing, an overwritten run left
         if cfg.trace and not found:
             Path(cfg.trace).unlink(missing_ok=True)
-        data.write_atomic(out / "config.json", lambda f: f.write(json.dumps(dataclasses.asdict(cfg), indent=1).encode()))
+        settings = json.dumps(dataclasses.asdict(cfg), indent=1).encode()
+        data.write_atomic(out / "config.json", lambda f: f.write(settings))
         log = os.open(out / "log.jsonl", flags)
     if world > 1:
         dist.barrier()                                  # the trace is opened behind its removal
@@ -311,9 +321,10 @@ def main():
     # the optimizer, and what a resumed run brings along
     params = sorted(model.parameters(), key=lambda p: p.dim() <= 1)                             # matrices first
     n_matrices = sum(p.dim() > 1 for p in params)
-    groups = [dict(params=params[:n_matrices], weight_decay=cfg.weight_decay), dict(params=params[n_matrices:], weight_decay=0.0)]
+    groups = [dict(params=params[:n_matrices], weight_decay=cfg.weight_decay),
+              dict(params=params[n_matrices:], weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
-    seconds, skipped, scale, good = 0.0, 0, 2.0**16 if cfg.dtype == "float16" else 1.0, 0      # scale: of the loss, for float16
+    seconds, skipped, scale, good = 0.0, 0, 2.0**16 if cfg.dtype == "float16" else 1.0, 0  # scale: of a float16 loss
     if found:
         seconds, skipped, scale, good = (checkpoint[k] for k in ("seconds", "skipped", "scale", "good"))
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -327,10 +338,11 @@ def main():
     if world > 1:
         net = DistributedDataParallel(model, device_ids=None if device == "cpu" else [torch.device(device)])
 
-    about = {"git": git_hash(), "torch": torch.__version__, "python": sys.version.split()[0], "device": device_name(device),
-             "world": world, "params": model.n_params(), "fingerprint": fingerprint, "steps": plan.steps}
-    print0(f"{about['params']:,} parameters | {about['device']} x {world}, {cfg.dtype} | data {cfg.data} ({about['fingerprint']}), "
-           f"{store.n_samples:,} samples of {cfg.block_size} | {plan.steps} steps (plain: {plan.plain_steps})\n"
+    about = dict(git=git_hash(), torch=torch.__version__, python=sys.version.split()[0], device=device_name(device),
+                 world=world, params=model.n_params(), fingerprint=fingerprint, steps=plan.steps)
+    print0(f"{about['params']:,} parameters | {about['device']} x {world}, {cfg.dtype} | "
+           f"data {cfg.data} ({fingerprint}), {store.n_samples:,} samples of {cfg.block_size} | "
+           f"{plan.steps} steps (plain: {plan.plain_steps})\n"
            f"pool {' '.join(cfg.pool)} | seqlen {cfg.seqlen} | ltd {cfg.ltd}\nltd: {kernel}")
     run = start_wandb(out, dataclasses.asdict(cfg) | about) if cfg.wandb and rank == 0 else None
     if rank == 0:
@@ -348,9 +360,9 @@ def main():
     def make_batch(step):
         ids = sampler.ids(step)[first:last]
         cut = curriculum.reshape if plan.mode == "reshape" else curriculum.truncate
-        x, y = cut(store.rows(ids), int(plan.length[step]))                                     # (b, T+1) -> (b*pieces, L) twice
+        x, y = cut(store.rows(ids), int(plan.length[step]))                         # (b, T+1) -> (b*pieces, L) twice
         pieces = len(x) // len(ids)
-        place = np.arange(first * pieces, last * pieces)                                        # of the rows in the global batch
+        place = np.arange(first * pieces, last * pieces)                            # of the rows in the global batch
         tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in (x, y, place)]
         return ids, pieces, [t.pin_memory() for t in tensors] if device != "cpu" else tensors
 
@@ -403,10 +415,10 @@ def main():
         for i in range(0, len(x), micro):
             part = slice(i, i + micro)
             keep = ltd.draw(cfg.seed, step, place[part], layers, T, K) if K < T else None
-            # dropout's masks follow from (seed, step, the micro-batch's first row): a resume needs no generator's state, and
-            # ranks equal one process wherever their micro-batches begin at the same rows
+            # dropout's masks follow from (seed, step, the micro-batch's first row): a resume needs no generator's
+            # state, and ranks equal one process wherever their micro-batches begin at the same rows
             if cfg.dropout:
-                torch.manual_seed(int(np.random.SeedSequence((cfg.seed, step, first * pieces + i)).generate_state(1)[0]))
+                torch.manual_seed(np.random.SeedSequence((cfg.seed, step, first * pieces + i)).generate_state(1).item())
             with net.no_sync() if world > 1 and i + micro < len(x) else contextlib.nullcontext():
                 loss = net(x[part], y[part], keep)
                 (loss * (world * scale / n)).backward()     # sum / targets of the global batch; DDP divides by world
@@ -414,7 +426,7 @@ def main():
             if trace is not None:
                 hashes += [0] * len(x[part]) if keep is None else [zlib.crc32(k.tobytes()) for k in keep.cpu().numpy()]
         stop = bool(told)
-        if world > 1:           # one message carries the loss and whether any rank was told to stop, so that all stop at one step
+        if world > 1:           # one message: loss and whether any rank was told to stop, so that all stop at one step
             message = torch.stack((total.double(), torch.tensor(float(stop), dtype=torch.float64, device=device)))
             dist.all_reduce(message)
             total, stop = message[0], bool(message[1] > 0)
@@ -439,8 +451,9 @@ def main():
             scale = max(1.0, scale / 2) if cfg.dtype == "float16" else scale
             if bad == 10:
                 kept = prune_checkpoints(out, cfg.keep_ckpts, sound) if rank == 0 else []
-                sys.exit(f"error: 10 steps in a row gave no finite gradient, the last at step {step}; the last good checkpoint is "
-                         f"{kept[-1] if kept else '(none was saved)'}: lower --learning_rate (now {lr:.2g}) and start again")
+                newest = kept[-1] if kept else "(none was saved)"
+                sys.exit(f"error: 10 steps in a row gave no finite gradient, the last at step {step}; the last good "
+                         f"checkpoint is {newest}: lower --learning_rate (now {lr:.2g}) and start again")
         optimizer.zero_grad(set_to_none=True)
         mean, dt = float(total) / n, time.perf_counter() - t0
         seconds += dt
@@ -450,19 +463,20 @@ def main():
         if step > start + 2:                            # the first steps warm caches up
             recent = (recent + [(dt, n, flops[step])])[-20:]
         if trace is not None:
-            append_line(trace, {"step": step, "rank": rank, "sample_ids": ids.tolist(), "ltd_keep": K, "ltd_hash": hashes, "lr": lr,
-                                "difficulty": {k: float(v[step]) for k, v in plan.limits.items()},
-                                "tokens_seen": spent["tokens"], "layer_tokens": spent["layer_tokens"], "loss": mean})
+            append_line(trace, dict(step=step, rank=rank, sample_ids=ids.tolist(), ltd_keep=K, ltd_hash=hashes, lr=lr,
+                                    difficulty={k: float(v[step]) for k, v in plan.limits.items()},
+                                    tokens_seen=spent["tokens"], layer_tokens=spent["layer_tokens"], loss=mean))
         if rank == 0 and step % cfg.log_interval == 0:
             busy, fed, work = map(sum, zip(*(recent or [(dt, n, flops[step])])))
             mfu = work / busy / peak
             eta = flops[step + 1:].sum() / (work / busy) / 60
-            print(f"step {step:05d}/{plan.steps:05d} | loss {mean:.4f} | lr {lr:.1e} | pool {plan.pool[step] / store.n_samples:.0%} | "
-                  f"len {T} | keep {K}/{T} | {dt * 1e3:.0f} ms | {fed / busy / 1e6:.3f}M tok/s | "
-                  + (f"mfu {mfu:.1%} | " if peak == peak else "") + f"eta {eta:.0f}m" + (f" | {skipped} skipped" if skipped else ""), flush=True)
-            record_line({"step": step, "loss": mean, "lr": lr, "pool": int(plan.pool[step]), "length": T, "keep": K, "norm": norm,
-                         "skipped": skipped, "ms": dt * 1e3, "tok_s": fed / busy, "mfu": mfu if peak == peak else None,
-                         "seconds": seconds, **spent})
+            print(f"step {step:05d}/{plan.steps:05d} | loss {mean:.4f} | lr {lr:.1e} | "
+                  f"pool {plan.pool[step] / store.n_samples:.0%} | len {T} | keep {K}/{T} | {dt * 1e3:.0f} ms | "
+                  f"{fed / busy / 1e6:.3f}M tok/s | " + (f"mfu {mfu:.1%} | " if peak == peak else "")
+                  + f"eta {eta:.0f}m" + (f" | {skipped} skipped" if skipped else ""), flush=True)
+            record_line({"step": step, "loss": mean, "lr": lr, "pool": int(plan.pool[step]), "length": T, "keep": K,
+                         "norm": norm, "skipped": skipped, "ms": dt * 1e3, "tok_s": fed / busy,
+                         "mfu": mfu if peak == peak else None, "seconds": seconds, **spent})
 
     # the end
     batches.close()
@@ -472,9 +486,9 @@ def main():
         if step == plan.steps:
             print(f"\n{sample()}\n")
         memory = {} if device == "cpu" else {"peak_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20)}
-        result = {"val_loss": "not evaluated" if stop else f"{val_loss:.4f}", "tokens_sampled": spent["sampled"], "tokens_with_loss": spent["tokens"],
-                  "layer_tokens": spent["layer_tokens"], "seconds": f"{seconds:.1f}", "steps": f"{step} of {plan.steps}",
-                  "skipped": skipped, **memory, "corpus": fingerprint, "out": out}
+        result = dict(val_loss="not evaluated" if stop else f"{val_loss:.4f}", tokens_sampled=spent["sampled"],
+                      tokens_with_loss=spent["tokens"], layer_tokens=spent["layer_tokens"], seconds=f"{seconds:.1f}",
+                      steps=f"{step} of {plan.steps}", skipped=skipped, **memory, corpus=fingerprint, out=out)
         print("---\n" + "\n".join(f"{key}: {value}" for key, value in result.items()), flush=True)
     if world > 1:
         dist.barrier()

@@ -193,7 +193,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(whole, tmp_pat
 
 def test_a_resume_with_other_settings_is_refused_by_name(whole, store, tmp_path):
     out = whole[0]
-    refused(train("--resume", f"--out={out}", "--learning_rate=1e-4"), "--learning_rate=0.0001", "0.002")
+    refused(train("--resume", f"--out={out}", "--learning_rate=1e-4"), "--learning_rate=0.0001", "0.004")
     refused(train(f"--out={out}", f"--data={store}", *TINY), "--resume", "--overwrite")
 
 
