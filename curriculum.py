@@ -21,7 +21,8 @@ import numpy as np
 GRAMMAR = """START..END:DURATION[:SHAPE]
     START, END   numbers, or both with % (of the metric's samples; of block_size for --seqlen and --ltd)
     DURATION     optimizer steps, or % of the steps that a plain run of the same budget would take
-    SHAPE        linear (default), sqrt, root3, root4, ..., constant (START until DURATION, then END), FILE.py:FUNCTION\
+    SHAPE        linear (default), sqrt, root3, root4, ..., constant (START until DURATION, then END), FILE.py:FUNCTION,
+                 or levels, each with its last step, as 16@99,32@499 (END from then on)\
 """
 
 
@@ -75,7 +76,7 @@ class Pace:
         if not m or bool(m[1]) != named or m[3] != m[5]:
             raise ValueError(refuse)
         shape = m[8] or "linear"
-        if not re.fullmatch(r"linear|sqrt|root[1-9]\d*|constant|.+\.py:\w+", shape):
+        if not re.fullmatch(r"linear|sqrt|root[1-9]\d*|constant|[\d.]+@\d+(,[\d.]+@\d+)*|.+\.py:\w+", shape):
             raise ValueError(refuse)
         p = cls(m[1] or "", float(m[2]), float(m[4]), m[3] == "%", float(m[6]), m[7] == "%", shape, text.strip())
         if p.start > p.end:
@@ -94,6 +95,13 @@ class Pace:
         start, end, duration = self.start, self.end, self.steps(plain_steps)
         if self.percent and whole:
             start, end = (max(1, round(v * whole / 100)) for v in (start, end))
+        if "@" in self.shape and ".py:" not in self.shape:      # levels, each up to and with its last step; then END
+            levels, last = zip(*(map(float, pair.split("@")) for pair in self.shape.split(",")))
+            if self.percent and whole:
+                levels = [v * whole / 100 for v in levels]
+            t = np.asarray(step)
+            d = np.append(levels, end)[np.searchsorted(last, t, side="left")]
+            return snap(np.clip(d, start, end), t > last[-1], start, end, multiple)
         if self.shape == "constant":
             t = np.asarray(step)
             return snap(np.full(t.shape, float(start)), t >= duration, start, end, multiple)
@@ -165,6 +173,18 @@ def admission_steps(columns, paces, n_steps, plain_steps):
         raise ValueError(f"--pool: no sample is admitted at step 0 ({what}); "
                          "start higher, or by percentile as in --pool=voc:1%..100%:40%")
     return steps
+
+
+def reorder(values, paces, order, seed):
+    """Difficulties for --pool_order: easy_first leaves them, hard_first turns them round, random deals them out anew: the
+    two controls that any claim for a curriculum needs. Both controls need paces by percentile."""
+    if order not in ("easy_first", "hard_first", "random"):
+        raise ValueError(f"--pool_order={order} is unknown; it takes easy_first, hard_first or random")
+    if order != "easy_first" and not all(p.percent for p in paces):
+        raise ValueError(f"--pool_order={order} needs paces by percentile, as in --pool=voc:1%..100%:40%")
+    rng = np.random.default_rng((seed, 1))
+    turn = {"easy_first": lambda v: v, "hard_first": lambda v: -np.asarray(v, np.float64), "random": rng.permutation}[order]
+    return [turn(v) for v in values]
 
 
 # -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ Made by:  python data_analyze.py --text=my_folder --out=data/mine
 import argparse
 import dataclasses
 import difflib
+import hashlib
 import inspect
 import json
 import os
@@ -49,44 +50,117 @@ def read_json(path, fields):
 
 
 def read_meta(folder):
-    """meta.json of a store, checked against its files. Raises ValueError naming the file at fault."""
+    """What a store holds, checked against its files: (meta, {split: [Part]}). Raises ValueError naming the file at fault.
+
+    Our own stores say so in meta.json. Without one, the folder's *.bin files are read in place by their own headers,
+    those with "val" in their names as validation, all others as training, in the order of their names.
+    """
     folder = Path(folder)
-    if not (folder / "meta.json").is_file():
-        raise ValueError(f"{folder} holds no meta.json; make the data with: "
-                         f"python data_analyze.py --text=FILE_OR_FOLDER --out={folder}")
-    meta = read_json(folder / "meta.json", ("tokens", "dtype", "vocab_size", "eot_id", "fingerprint"))
-    for split, tokens in meta["tokens"].items():
-        file, want = folder / f"{split}.bin", tokens * np.dtype(meta["dtype"]).itemsize
-        size = file.stat().st_size if file.is_file() else -1
-        if size != want and not (want == 0 and size == -1):
+    if (folder / "meta.json").is_file():
+        meta = read_json(folder / "meta.json", ("tokens", "dtype", "vocab_size", "eot_id", "fingerprint"))
+        parts = {split: [Part(folder / f"{split}.bin", meta["dtype"], 0, tokens)] for split, tokens in meta["tokens"].items()}
+    else:
+        parts = {"train": [], "val": []}
+        for file in sorted(folder.glob("*.bin")):
+            parts["val" if "val" in file.name else "train"].append(foreign_part(file))
+        if not parts["train"]:
+            raise ValueError(f"{folder} holds neither meta.json nor .bin files for training; make the data with: "
+                             f"python data_analyze.py --text=FILE_OR_FOLDER --out={folder}")
+        kinds = sorted({np.dtype(p.dtype).name for split in parts.values() for p in split})
+        if len(kinds) > 1:
+            raise ValueError(f"{folder} mixes tokens of {' and '.join(kinds)}; keep one corpus a folder")
+        # 16 bits: GPT-2's vocabulary, as the tools that write these files use it; 32 bits: Llama 3's (llm.c)
+        vocab_size, eot_id = (50257, 50256) if kinds == ["uint16"] else (128256, 128001)
+        digest = hashlib.blake2b(digest_size=6)
+        for file in (p.file for split in parts.values() for p in split):
+            digest.update(f"{file.name} {file.stat().st_size}".encode())
+            with open(file, "rb") as f:         # the two ends: reading all of a large corpus would take minutes
+                digest.update(f.read(1 << 20))
+                f.seek(-min(1 << 20, file.stat().st_size), os.SEEK_END)
+                digest.update(f.read())
+        meta = {"dtype": kinds[0], "vocab_size": vocab_size, "eot_id": eot_id, "fingerprint": digest.hexdigest(),
+                "tokens": {split: sum(p.tokens for p in files) for split, files in parts.items()}}
+    for part in (p for split in parts.values() for p in split):
+        least = part.offset + part.tokens * np.dtype(part.dtype).itemsize
+        size = part.file.stat().st_size if part.file.is_file() else -1
+        # a file of ours, or of nanoGPT's, holds tokens and nothing else
+        if size < least or (size > least and part.offset == 0 and not part.file.with_suffix(".idx").is_file()):
             has = "no file" if size < 0 else f"{size} bytes"
-            raise ValueError(f"{file} has {has}, meta.json promises {want}; make the data again")
-    return meta
+            if least or size > 0:
+                raise ValueError(f"{part.file} has {has}, {least} are promised; make the data again")
+    return meta, parts
+
+
+@dataclasses.dataclass
+class Part:
+    """The tokens of one file: `tokens` numbers of `dtype` from byte `offset` on."""
+    file: Path
+    dtype: str
+    offset: int
+    tokens: int
+
+
+LLMC = {20240520: "uint16", 20240801: "uint32"}       # llm.c's magic numbers: 256 int32 of header, tokens behind it
+MEGATRON = {1: "uint8", 4: "int32", 8: "uint16"}      # Megatron's codes for the kinds of numbers that tokens come in
+
+
+def foreign_part(file):
+    """A .bin file of another project: a shard of llm.c or modded-nanogpt (known by its magic number), the .bin of a
+    Megatron pair (by the .idx beside it), else nanoGPT's: bare uint16."""
+    size, index = file.stat().st_size, file.with_suffix(".idx")
+    if index.is_file():
+        raw = index.read_bytes()[:34]
+        if raw[:9] != b"MMIDIDX\0\0" or len(raw) < 34:
+            raise ValueError(f"{index} is no Megatron index (it does not begin with MMIDIDX)")
+        code, n = raw[17], int.from_bytes(raw[18:26], "little")
+        if code not in MEGATRON:
+            raise ValueError(f"{index}: its numbers are of kind {code}; tokens must be uint8, uint16 or int32")
+        lengths = np.memmap(index, np.int32, "r", offset=34, shape=(n,))        # of the sequences, back to back in the .bin
+        return Part(file, MEGATRON[code], 0, int(lengths.sum(dtype=np.int64)))
+    header = np.fromfile(file, np.int32, 3)
+    if len(header) == 3 and header[0] in LLMC:
+        return Part(file, LLMC[int(header[0])], 1024, int(header[2]))
+    return Part(file, "uint16", 0, size // 2)
 
 
 class Store:
     """The samples of one split. Sample i = tokens[i*T : i*T + T + 1]: T inputs and the last one's label. Samples do
-    not overlap; the last label is the next sample's first input. What is left at the end (under T + 1) is not used."""
+    not overlap; the last label is the next sample's first input. What is left at the end (under T + 1) of each file
+    is not used. Files are read through memory maps; nothing is copied."""
 
     def __init__(self, folder, split, block_size):
-        self.folder, self.split, self.block_size, self.meta = Path(folder), split, block_size, read_meta(folder)
+        self.folder, self.split, self.block_size = Path(folder), split, block_size
         if block_size < 1:
             raise ValueError(f"--block_size={block_size} must be at least 1")
-        n = self.meta["tokens"].get(split, 0)
-        self.n_samples = max(0, n - 1) // block_size
-        if not self.n_samples:
-            raise ValueError(f"{self.folder}/{split}.bin has {n} tokens; one sample of --block_size={block_size} "
-                             f"needs {block_size + 1}: give more text or a smaller --block_size")
-        self.tokens = np.memmap(self.folder / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
-        self._windows = np.lib.stride_tricks.sliding_window_view(self.tokens, block_size + 1)[::block_size]   # a view
+        self.meta, parts = read_meta(folder)
+        parts = [p for p in parts.get(split, []) if p.tokens > block_size]
+        if not parts:
+            raise ValueError(f"{self.folder}/{split}.bin has {self.meta['tokens'].get(split, 0)} tokens; one sample of "
+                             f"--block_size={block_size} needs {block_size + 1}: give more text or a smaller --block_size")
+        self.tokens = [np.memmap(p.file, p.dtype, "r", p.offset, (p.tokens,)) for p in parts]
+        view = np.lib.stride_tricks.sliding_window_view
+        self._windows = [view(t, block_size + 1)[::block_size] for t in self.tokens]        # (n, T+1) views, no copy
+        self._ends = np.cumsum([len(w) for w in self._windows])
+        self.n_samples = int(self._ends[-1])
 
     def rows(self, ids):
         """(B,) sample ids -> (B, T+1) int64 tokens. Raises ValueError where a token lies outside the vocabulary."""
-        rows = self._windows[ids].astype(np.int64)
-        if rows.size and rows.max() >= self.meta["vocab_size"]:
-            raise ValueError(f"{self.folder}/{self.split}.bin holds token {rows.max()}, "
-                             f"meta.json promises vocab_size {self.meta['vocab_size']}")
+        ids = np.asarray(ids)
+        rows, file = np.empty((len(ids), self.block_size + 1), np.int64), np.searchsorted(self._ends, ids, side="right")
+        for i in np.unique(file):
+            mine = file == i
+            rows[mine] = self._windows[i][ids[mine] - (self._ends[i] - len(self._windows[i]))]
+        if rows.size and not 0 <= rows.min() <= rows.max() < self.meta["vocab_size"]:
+            raise ValueError(f"{self.folder}, split {self.split}, holds token {rows.max()}; "
+                             f"its vocab_size is {self.meta['vocab_size']}")
         return rows
+
+    def inputs(self, per):
+        """All samples in order as (k, T) arrays of inputs, k <= per, without labels: views of the maps."""
+        for tokens, windows in zip(self.tokens, self._windows):
+            flat = tokens[:len(windows) * self.block_size].reshape(-1, self.block_size)
+            for i in range(0, len(flat), per):
+                yield flat[i:i + per]
 
     def column(self, metric):
         """One difficulty a sample, (N,), written by data_analyze.py. Refuses one of other data by its fingerprint."""

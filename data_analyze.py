@@ -23,7 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data import Store, Tokenizer, parse_flags, read_meta, run_command, write_atomic
+from data import Tokenizer, parse_flags, read_meta, run_command
+from difficulty import METRICS, analyze, show
 
 EMBEDDED = "data/stdlib"
 PATTERN = (r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"""
@@ -44,7 +45,9 @@ class Config:
     skip_bad: int = 0           # malformed JSON lines to skip and count before refusing
     workers: int = 0            # threads that encode; 0 = one a core
     block_size: int = 256       # tokens a sample, for the difficulty columns
-    metric: str = "voc"         # difficulty columns to compute, comma-separated; "" = none
+    metric: str = "voc"         # difficulty columns, comma-separated: voc, zlib, loss, FILE.py:FUNCTION; "" = none
+    checkpoint: str = ""        # for --metric=loss: the reference model, out/RUN/ckpt_STEP.pt
+    show: bool = False          # with --data: print and draw existing columns instead of computing them
     overwrite: bool = False     # replace an existing store
 
 
@@ -285,66 +288,19 @@ def build(files, cfg, out, corpus):
         print(f"    {what}: {n:,}")
 
 
-# -----------------------------------------------------------------------------
-# difficulty: one number a sample
-
-CHUNK = 1 << 20     # tokens in flight; small enough for the cache, whatever the corpus
-
-
-def unigram_surprise(tokens, vocab_size):
-    """-ln p of every token id, (V,) float64: p = count / total over all tokens, zero counts taken as 1 first."""
-    counts = np.zeros(vocab_size, np.int64)
-    for i in range(0, len(tokens), CHUNK):
-        chunk = np.bincount(tokens[i:i + CHUNK], minlength=vocab_size)
-        if len(chunk) > vocab_size:
-            raise ValueError(f"a token {len(chunk) - 1} lies outside the vocabulary of {vocab_size}; "
-                             "make the data again")
-        counts += chunk
-    counts[counts == 0] = 1
-    return -np.log(counts / counts.sum())
-
-
-def voc(store):
-    """Vocabulary rarity: the sum over a sample's inputs of -ln p(token), p over the whole training split
-    (2212.03597 section 3.1). Two passes over the tokens; rare words first seen late is what it is for. (N,) float64."""
-    surprise = unigram_surprise(store.tokens, store.meta["vocab_size"])
-    T, out = store.block_size, np.empty(store.n_samples)
-    per = max(1, CHUNK // T)
-    for i in range(0, store.n_samples, per):
-        part = store.tokens[i * T:min(i + per, store.n_samples) * T]
-        out[i:i + per] = surprise[part].reshape(-1, T).sum(1)           # (n*T,) -> (n,)
-    return out
-
-
-METRICS = {"voc": voc}
-
-
-def analyze(folder, block_size, metrics):
-    """Write T<block_size>/<metric>.npy with its .json beside it, each whole or not at all."""
-    store = Store(folder, "train", block_size)
-    (Path(folder) / f"T{block_size}").mkdir(exist_ok=True)
-    for metric in metrics:
-        start, base = time.time(), Path(folder) / f"T{block_size}" / metric
-        values = METRICS[metric](store)
-        write_atomic(base.with_suffix(".npy"), lambda f: np.save(f, values))
-        info = {"metric": metric, "block_size": block_size, "samples": len(values),
-                "fingerprint": store.meta["fingerprint"]}
-        write_atomic(base.with_suffix(".json"), lambda f: f.write(json.dumps(info).encode()))
-        quartiles = " ".join(f"{v:.4g}" for v in np.quantile(values, [0, .25, .5, .75, 1]))
-        print(f"{base}.npy: {len(values):,} samples in {time.time() - start:.1f} s; quartiles {quartiles}")
-
-
 def main():
     cfg, given = parse_flags(Config, sys.argv[1:], "Make a token store and its difficulty columns.")
     metrics = [m for m in cfg.metric.split(",") if m]
     for m in metrics:
-        if m not in METRICS:
-            raise ValueError(f"--metric={m} is unknown; it takes {', '.join(METRICS)}")
+        if m not in METRICS and ".py:" not in m:
+            raise ValueError(f"--metric={m} is unknown; it takes {', '.join(METRICS)} or FILE.py:FUNCTION")
+    if ("loss" in metrics) != bool(cfg.checkpoint):
+        raise ValueError("--metric=loss and --checkpoint=out/RUN/ckpt_STEP.pt go together: give both or neither")
     for flag, least in (("block_size", 1), ("workers", 0), ("skip_bad", 0)):
         if getattr(cfg, flag) < least:
             raise ValueError(f"--{flag}={getattr(cfg, flag)} must be at least {least}")
     if cfg.data:
-        idle = sorted(given - {"data", "block_size", "metric"})
+        idle = sorted(given - {"data", "block_size", "metric", "checkpoint", "show"})
         if idle:
             raise ValueError(f"--data analyses an existing store, where --{idle[0]} has no effect; "
                              "a new store is made with --text and --out")
@@ -356,8 +312,11 @@ def main():
     else:
         cfg.errors = "replace" if "errors" not in given else cfg.errors
         build(embedded_files(), cfg, Path(cfg.out or EMBEDDED), f"standard library of Python {sys.version.split()[0]}")
-    if metrics:
-        analyze(cfg.data or cfg.out or EMBEDDED, cfg.block_size, metrics)
+    folder = cfg.data or cfg.out or EMBEDDED
+    if metrics and not cfg.show:
+        analyze(folder, cfg.block_size, metrics, cfg.checkpoint)
+    if cfg.show:
+        show(folder, cfg.block_size, metrics)
 
 
 if __name__ == "__main__":

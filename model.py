@@ -119,11 +119,11 @@ class GPT(nn.Module):
         """The layers that token dropping applies to: all but the first and the last (2211.11586 section 3)."""
         return range(1, len(self.blocks) - 1)
 
-    def forward(self, tokens, targets=None, keep=None):
+    def forward(self, tokens, targets=None, keep=None, reduction="sum"):
         """tokens: (B, T) int. targets: (B, T) int64, -1 = no loss there. keep: (B, n, K) int from ltd.draw, or None.
 
         With targets: the *sum* of the losses of all targets (float32 scalar), to be divided by their number in the
-        global batch. Without: the logits of the last position, (B, V).
+        global batch (reduction="none": the losses, (B*T,)). Without: the logits of the last position, (B, V).
         """
         B, T = tokens.shape
         if T > self.block_size:
@@ -148,7 +148,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.head(x[:, -1])                                           # (B, C) -> (B, V)
         logits = self.head(x.view(B * T, -1)).float()                            # (B, T, C) -> (B*T, V)
-        return F.cross_entropy(logits, targets.reshape(-1), ignore_index=-1, reduction="sum")
+        return F.cross_entropy(logits, targets.reshape(-1), ignore_index=-1, reduction=reduction)
 
     def n_params(self):
         return sum(p.numel() for p in self.parameters())

@@ -69,7 +69,8 @@ class Plan:
 
 
 def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seqlen, seqlen_multiple, ltd, ltd_multiple,
-              learning_rate, min_lr, warmup_tokens, decay_tokens, lr_decay, lr_unit, column=None, n_samples=0):
+              learning_rate, min_lr, warmup_tokens, decay_tokens, lr_decay, lr_unit, pool_order="easy_first", seed=0,
+              column=None, n_samples=0):
     """The Plan for train.py's flags of the same names. column(metric) -> (N,) difficulties of the n_samples samples;
     without it (the data are elsewhere) the pool stays unknown. Raises ValueError for settings that make no run."""
     T, B = block_size, global_batch
@@ -118,7 +119,8 @@ def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seq
     lr = lr_at(units[lr_unit or budget][1:steps + 1], learning_rate, min_lr, warmup, decay, lr_decay)
     t, admitted, size = np.arange(steps), None, np.full(steps, n_samples)
     if column and pools:
-        admitted = curriculum.admission_steps([column(p.name) for p in pools], pools, steps, plain_steps)
+        values = curriculum.reorder([column(p.name) for p in pools], pools, pool_order, seed)
+        admitted = curriculum.admission_steps(values, pools, steps, plain_steps)
         level, count = np.unique(admitted, return_counts=True)
         size = count.cumsum()[np.searchsorted(level, t, side="right") - 1]
     return Plan(steps, plain_steps, mode, {p.name: p.limit(t, plain_steps) for p in pools}, size, length[:steps],

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from curriculum import NEVER, Pace, Sampler, admission, admission_steps, pace, reshape, truncate
+from curriculum import NEVER, Pace, Sampler, admission, admission_steps, pace, reorder, reshape, truncate
 
 GOLDEN = [  # (steps, start, end, duration, root, multiple, limits)
     ([0, 6, 7, 25, 50, 75, 99, 100, 200], 8, 128, 100, 1, 8, [8, 8, 16, 32, 64, 96, 120, 128, 128]),
@@ -54,6 +54,24 @@ def test_pace_grammar_reads_every_form(tmp_path):
     assert Pace.parse("zlib:0.2..0.9:10").limit([0, 5, 10], 10).tolist() == pytest.approx([.2, .55, .9])
     (tmp_path / "my.py").write_text("def stairs(step):\n    return 32 if step < 5 else 64\n")
     assert Pace.parse(f"truncate:16..128:10:{tmp_path}/my.py:stairs").at([0, 4, 5, 9], 10, 8).tolist() == [32, 32, 64, 64]
+
+
+def test_discrete_levels_hold_up_to_and_with_their_last_step():
+    p = Pace.parse("truncate:16..64:9:16@2,32@5")
+    assert p.at(range(8), 100, 8).tolist() == [16, 16, 16, 32, 32, 32, 64, 64]
+    assert Pace.parse("truncate:25%..100%:9:25@0,50@1").at([0, 1, 2], 9, 8, 256).tolist() == [64, 128, 256]
+
+
+def test_pool_order_turns_the_difficulties_round_or_deals_them_anew():
+    values, p = np.arange(10.), [Pace.parse("m:10%..100%:9")]
+    def first(order, seed=0):
+        return np.flatnonzero(admission_steps(reorder([values], p, order, seed), p, 10, 10) == 0).tolist()
+    assert first("easy_first") == [0] and first("hard_first") == [9]
+    assert len({tuple(first("random", s)) for s in range(20)}) > 3 and first("random", 5) == first("random", 5)
+    with pytest.raises(ValueError, match="percentile"):
+        reorder([values], [Pace.parse("m:1..5:9")], "hard_first", 0)
+    with pytest.raises(ValueError, match="hard_first"):
+        reorder([values], p, "hardest", 0)
 
 
 @pytest.mark.parametrize("text", ["voc", "voc:1..2", "voc:1%..100:40%", "1..2:3", "voc:a..b:3", "voc:5..2:10", "voc:1%..200%:5", "voc:1..2:3:cube", "voc:1..2:3:root0", ""])

@@ -10,6 +10,7 @@ import pytest
 
 import data
 import data_analyze
+import difficulty
 from conftest import ROOT, command, ok, refused, write_jsonl
 
 ANALYZE = ROOT / "data_analyze.py"
@@ -186,7 +187,7 @@ def test_one_window_needs_one_token_more_than_its_length(tmp_path):
     assert data.Store(make_store(tmp_path / "a", np.arange(65)), "train", 64).n_samples == 1
     with pytest.raises(ValueError, match="needs 65"):
         data.Store(make_store(tmp_path / "b", np.arange(64)), "train", 64)
-    with pytest.raises(ValueError, match="val.bin"):
+    with pytest.raises(ValueError, match="val.bin has 0 tokens"):
         data.Store(tmp_path / "a", "val", 64)
     with pytest.raises(ValueError, match="meta.json"):
         data.Store(tmp_path / "nowhere", "train", 64)
@@ -200,7 +201,7 @@ def test_samples_share_one_token_with_the_next_and_none_is_lost(tmp_path):
 
 def test_damaged_stores_are_refused_by_name(tmp_path):
     folder = make_store(tmp_path / "a", np.arange(200) % 100, vocab=50)
-    with pytest.raises(ValueError, match="vocab_size 50"):
+    with pytest.raises(ValueError, match="vocab_size is 50"):
         data.Store(folder, "train", 10).rows(np.array([9]))
     os.truncate(folder / "train.bin", 399)
     with pytest.raises(ValueError, match="train.bin"):
@@ -216,7 +217,7 @@ VOC = {(0, 0, 1): 3.1260, (2, 3, 4): 6.5917}
 
 def test_voc_is_the_sum_of_unigram_surprise(tmp_path):
     """Counts [4, 2, 1, 1, 0] become p = [4, 2, 1, 1, 1] / 9."""
-    surprise = data_analyze.unigram_surprise(np.array([0, 0, 0, 0, 1, 1, 2, 3], np.uint16), 5)
+    surprise = difficulty.unigram_surprise([np.array([0, 0, 0, 0], np.uint16), np.array([1, 1, 2, 3], np.uint16)], 5)
     assert surprise.tolist() == pytest.approx([.8109, 1.5041, 2.1972, 2.1972, 2.1972], abs=5e-5)
     for sample, want in VOC.items():
         assert surprise[list(sample)].sum() == pytest.approx(want, abs=1e-4)
@@ -225,14 +226,14 @@ def test_voc_is_the_sum_of_unigram_surprise(tmp_path):
     s = data.Store(make_store(tmp_path / "a", stream, vocab=20), "train", 50)
     p = np.bincount(stream, minlength=20) / 5001
     by_hand = [-np.log(p[stream[i * 50:i * 50 + 50]]).sum() for i in range(100)]
-    assert data_analyze.voc(s).tolist() == pytest.approx(by_hand, rel=1e-12)
+    assert difficulty.voc(s).tolist() == pytest.approx(by_hand, rel=1e-12)
 
 
 def test_a_column_of_other_data_is_refused_with_the_command_that_mends_it(tmp_path):
     folder = make_store(tmp_path / "a", np.arange(201) % 20, vocab=20)
     with pytest.raises(ValueError, match=r"data_analyze.py --data=.* --block_size=10 --metric=voc"):
         data.Store(folder, "train", 10).column("voc")
-    data_analyze.analyze(folder, 10, ["voc"])
+    difficulty.analyze(folder, 10, ["voc"])
     assert len(data.Store(folder, "train", 10).column("voc")) == 20
     make_store(tmp_path / "a", np.arange(201) % 19, vocab=20, fingerprint="g")
     with pytest.raises(ValueError, match="belongs to other data"):
@@ -296,3 +297,105 @@ def test_atomic_write_leaves_the_old_file_when_it_fails(tmp_path):
 def test_misspelt_flags_are_answered_with_the_near_one(flags, words):
     """G01."""
     refused(command(ANALYZE, *flags), *words)
+
+
+# -----------------------------------------------------------------------------
+# stores of other projects, read in place
+
+
+def test_a_nanogpt_file_an_llmc_shard_and_a_megatron_pair_give_the_same_samples(tmp_path):
+    """The same 1,000 tokens in three formats (and our own); training and validation by the files' names; nothing is written."""
+    stream, T = np.random.default_rng(0).integers(0, 50257, 1000).astype(np.uint16), 32
+    for name in ("ours", "nanogpt", "llmc", "megatron"):
+        (tmp_path / name).mkdir()
+    make_store(tmp_path / "ours", stream, vocab=50257)
+    stream.tofile(tmp_path / "nanogpt" / "train.bin")
+    stream[:100].tofile(tmp_path / "nanogpt" / "val.bin")
+    for split, part in (("train", stream), ("val", stream[:100])):
+        header = np.zeros(256, np.int32)
+        header[:3] = 20240520, 1, len(part)
+        (tmp_path / "llmc" / f"fineweb_{split}_000001.bin").write_bytes(header.tobytes() + part.tobytes())
+        lengths = np.array([10, len(part) - 10], np.int32)
+        pointers = np.array([0, 20], np.int64)
+        index = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([8]) + (2).to_bytes(8, "little") + (3).to_bytes(8, "little")
+        (tmp_path / "megatron" / f"my_{split}_document.idx").write_bytes(index + lengths.tobytes() + pointers.tobytes() + np.arange(3).tobytes())
+        part.tofile(tmp_path / "megatron" / f"my_{split}_document.bin")
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    stores = {n: data.Store(tmp_path / n, "train", T) for n in ("ours", "nanogpt", "llmc", "megatron")}
+    ids = np.array([30, 0, 7])
+    for s in stores.values():
+        assert s.n_samples == 31 and np.array_equal(s.rows(ids), stores["ours"].rows(ids))
+    assert all(data.Store(tmp_path / n, "val", T).n_samples == 3 for n in ("nanogpt", "llmc", "megatron"))
+    assert len({s.meta["fingerprint"] for s in stores.values()}) == 4 and before == sorted(p.name for p in tmp_path.rglob("*"))
+    for n in ("llmc", "megatron"):
+        difficulty.analyze(tmp_path / n, T, ["voc"])
+    assert np.array_equal(data.Store(tmp_path / "llmc", "train", T).column("voc"), data.Store(tmp_path / "megatron", "train", T).column("voc"))
+
+
+def test_samples_run_through_several_shards_in_order_and_never_across_two(tmp_path):
+    streams = [np.arange(i * 1000, i * 1000 + n).astype(np.uint16) for i, n in enumerate((65, 40, 129))]        # 2, 1 and 4 samples of 32
+    for i, part in enumerate(streams):
+        header = np.zeros(256, np.int32)
+        header[:3] = 20240520, 1, len(part)
+        (tmp_path / f"x_train_{i}.bin").write_bytes(header.tobytes() + part.tobytes())
+    s = data.Store(tmp_path, "train", 32)
+    assert s.n_samples == 7
+    assert s.rows(np.arange(7))[:, 0].tolist() == [0, 32, 1000, 2000, 2032, 2064, 2096]
+    assert s.rows(np.array([6, 0, 2, 6]))[:, -1].tolist() == [2128, 32, 1032, 2128]
+    assert np.array_equal(np.concatenate(list(s.inputs(3))), s.rows(np.arange(7))[:, :-1])
+
+
+def test_damaged_foreign_stores_are_refused_by_name(tmp_path):
+    np.zeros(100, np.uint16).tofile(tmp_path / "train.bin")
+    (tmp_path / "train.idx").write_bytes(b"something else" * 9)
+    with pytest.raises(ValueError, match="train.idx"):
+        data.Store(tmp_path, "train", 8)
+    (tmp_path / "train.idx").unlink()
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240520, 1, 5000
+    (tmp_path / "train.bin").write_bytes(header.tobytes() + b"xx")
+    with pytest.raises(ValueError, match="train.bin has 1026 bytes, 11024 are promised"):
+        data.Store(tmp_path, "train", 8)
+
+
+# -----------------------------------------------------------------------------
+# more metrics
+
+
+def test_the_users_own_metric_is_computed_saved_and_shown(tmp_path, store):
+    (tmp_path / "mine.py").write_text("def spread(tokens, mask):\n    assert tokens.shape == mask.shape and mask.all()\n    return tokens.max(1) - tokens.min(1).astype(int)\n"
+                                      "def wrong(tokens, mask):\n    return tokens\n")
+    folder = make_store(tmp_path / "a", np.arange(700) % 19, vocab=20)
+    ok(command(ANALYZE, f"--data={folder}", "--block_size=7", f"--metric={tmp_path}/mine.py:spread"))
+    s = data.Store(folder, "train", 7)
+    assert s.column("spread").tolist() == [int(np.ptp(r[:-1])) for r in s.rows(np.arange(s.n_samples))]
+    printed = ok(command(ANALYZE, f"--data={folder}", "--block_size=7", "--metric=spread,spread".split(",")[0].replace("spread", f"{tmp_path}/mine.py:spread"), "--show"))
+    assert "easiest: sample" in printed and "hardest: sample" in printed and (folder / "T7" / "spread.png").exists()
+    refused(command(ANALYZE, f"--data={folder}", "--block_size=7", f"--metric={tmp_path}/mine.py:wrong"), "shape")
+
+
+def test_zlib_is_compressed_over_raw_bytes(store):
+    difficulty.analyze(store, 64, ["zlib"])
+    import zlib
+    s = data.Store(store, "train", 64)
+    values, x = s.column("zlib"), s.rows(np.array([5]))[0, :-1]
+    raw = b"".join(bytes([t]) if t < 256 else b"<|endoftext|>" for t in x.tolist())
+    assert values[5] == len(zlib.compress(raw)) / len(raw)
+
+
+def test_loss_is_the_mean_loss_under_a_checkpoint(store, tmp_path):
+    import torch
+
+    from conftest import OFF, TINY, train
+    from model import GPT
+    ok(train(*TINY, *OFF, f"--data={store}", f"--out={tmp_path}/run", "--train_tokens=2000"))
+    checkpoint = next((tmp_path / "run").glob("ckpt_*.pt"))
+    ok(command(ANALYZE, f"--data={store}", "--block_size=64", "--metric=loss", f"--checkpoint={checkpoint}"))
+    model = GPT(257, 64, 4, 2, 32)
+    model.load_state_dict(torch.load(checkpoint)["model"])
+    s = data.Store(store, "train", 64)
+    rows = torch.from_numpy(s.rows(np.array([3, 200])))
+    with torch.no_grad():
+        want = [model(r[None, :-1], r[None, 1:]).item() / 64 for r in rows]
+    assert s.column("loss")[[3, 200]].tolist() == pytest.approx(want, rel=1e-5)     # float32, other order of sums
+    refused(command(ANALYZE, f"--data={store}", "--metric=loss"), "--checkpoint")

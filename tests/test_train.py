@@ -37,7 +37,7 @@ def same_weights(a, b):
 def plain_losses(store, steps, lr=1e-3):
     """A GPT trainer without a trace of the techniques, in twenty lines."""
     torch.manual_seed(1)
-    meta, T, B = data.read_meta(store), 64, 8
+    (meta, _), T, B = data.read_meta(store), 64, 8
     tokens = np.fromfile(store / "train.bin", meta["dtype"]).astype(np.int64)
     model = GPT(meta["vocab_size"], T, 4, 2, 32)
     groups = [dict(params=[p for p in model.parameters() if (p.dim() > 1) == matrix], weight_decay=wd) for matrix, wd in ((True, .1), (False, 0.0))]
