@@ -6,7 +6,7 @@ train: .venv/ready
 	$(PY) train.py --overwrite
 
 test: .venv/ready
-	$(PY) -m pytest -q tests
+	$(PY) -m pytest -q -n 2 tests
 
 # on a machine with a GPU, with its own python: the device tests, then the kernel's times
 gpu:

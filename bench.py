@@ -244,7 +244,8 @@ def read_run(folder):
 
 def arm_of(config):
     """A run's arm, named by its techniques."""
-    parts = [p.partition(":")[0] for p in config["pool"] if p != "off"]
+    order = config.get("pool_order", "easy_first").replace("easy_first", "")
+    parts = [f"{p.partition(':')[0]} {order}".strip() for p in config["pool"] if p != "off"]
     parts += [config["seqlen"].partition(":")[0]] * (config["seqlen"] != "off") + ["LTD"] * (config["ltd"] != "off")
     return " + ".join(parts) or "dense"
 

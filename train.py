@@ -73,6 +73,7 @@ class Config:
     grad_clip: float = 1.0      # global gradient norm, 0 = off
     # efficient data sampling and routing (START..END:DURATION[:SHAPE])
     pool: list = field(default_factory=list)  # METRIC:PACE (repeats intersect), or off; default voc:30%..100%:40%:sqrt
+    pool_order: str = "easy_first"  # easy_first, or the controls hard_first and random
     seqlen: str = "truncate:25%..100%:40%"  # truncate:PACE or reshape:PACE in tokens, or off
     seqlen_multiple: int = 8    # lengths are multiples of this
     ltd: str = "25%..100%:70%"  # PACE of the kept tokens of the middle layers, or off
@@ -162,6 +163,7 @@ def check(cfg, given, world):
         raise ValueError(f"--trace={cfg.trace}: its folder does not exist; make it first")
     for idle, flags, why in ((cfg.ltd == "off", ("ltd_kernel", "ltd_multiple"), "--ltd=off"),
                              (cfg.seqlen == "off", ("seqlen_multiple",), "--seqlen=off"),
+                             (cfg.pool == ["off"], ("pool_order",), "--pool=off"),
                              (cfg.lr_decay == "constant", ("min_lr", "decay_tokens"), "--lr_decay=constant"),
                              (cfg.resume, ("overwrite",), "--resume"), (not cfg.plan, ("plot",), "no --plan")):
         for flag in set(flags) & given:
@@ -176,7 +178,7 @@ def settle(cfg, given, device):
         if cfg.model not in SIZES:
             raise ValueError(f"--model={cfg.model} is unknown; it takes {', '.join(SIZES)}")
         size = dict(zip(("n_layer", "n_embd", "n_head", "block_size", "init_std"), SIZES[cfg.model]))
-    elif device != "cpu" and not given & set(GPU_SIZE):
+    elif device != "cpu" and not given & {"n_layer", "n_head", "n_embd"}:
         size = GPU_SIZE
         print0(f"default size for a GPU: {GPU_SIZE}")
     for name in size.keys() - given:
@@ -246,8 +248,8 @@ def main():
     if not found:
         cfg.dtype = dtype
     if cfg.plan:
-        have = (Path(cfg.data) / "meta.json").is_file()
-        return print_plan(plan_of(cfg, data.Store(cfg.data, "train", cfg.block_size) if have else None), cfg.plot)
+        store = data.Store(cfg.data, "train", cfg.block_size) if Path(cfg.data).is_dir() else None
+        return print_plan(plan_of(cfg, store), cfg.plot)
 
     # everything that can be refused is refused here, before anything is written
     if cfg.data == EMBEDDED:
