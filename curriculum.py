@@ -176,15 +176,15 @@ def admission_steps(columns, paces, n_steps, plain_steps):
 
 
 def reorder(values, paces, order, seed):
-    """Difficulties for --pool_order: easy_first leaves them, hard_first turns them round, random deals them out anew: the
-    two controls that any claim for a curriculum needs. Both controls need paces by percentile."""
+    """Difficulties for --pool_order: easy_first leaves them, hard_first turns them round, random deals them out anew:
+    the two controls that any claim for a curriculum needs. Both controls need paces by percentile."""
     if order not in ("easy_first", "hard_first", "random"):
         raise ValueError(f"--pool_order={order} is unknown; it takes easy_first, hard_first or random")
     if order != "easy_first" and not all(p.percent for p in paces):
         raise ValueError(f"--pool_order={order} needs paces by percentile, as in --pool=voc:1%..100%:40%")
     rng = np.random.default_rng((seed, 1))
-    turn = {"easy_first": lambda v: v, "hard_first": lambda v: -np.asarray(v, np.float64), "random": rng.permutation}[order]
-    return [turn(v) for v in values]
+    turn = {"easy_first": np.asarray, "hard_first": lambda v: -np.asarray(v, np.float64), "random": rng.permutation}
+    return [turn[order](v) for v in values]
 
 
 # -----------------------------------------------------------------------------

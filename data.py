@@ -50,7 +50,7 @@ def read_json(path, fields):
 
 
 def read_meta(folder):
-    """What a store holds, checked against its files: (meta, {split: [Part]}). Raises ValueError naming the file at fault.
+    """What a store holds, checked against its files: (meta, {split: [Part]}). Raises ValueError naming the file.
 
     Our own stores say so in meta.json. Without one, the folder's *.bin files are read in place by their own headers,
     those with "val" in their names as validation, all others as training, in the order of their names.
@@ -58,7 +58,7 @@ def read_meta(folder):
     folder = Path(folder)
     if (folder / "meta.json").is_file():
         meta = read_json(folder / "meta.json", ("tokens", "dtype", "vocab_size", "eot_id", "fingerprint"))
-        parts = {split: [Part(folder / f"{split}.bin", meta["dtype"], 0, tokens)] for split, tokens in meta["tokens"].items()}
+        parts = {s: [Part(folder / f"{s}.bin", meta["dtype"], 0, tokens)] for s, tokens in meta["tokens"].items()}
     else:
         parts = {"train": [], "val": []}
         for file in sorted(folder.glob("*.bin")):
@@ -115,7 +115,7 @@ def foreign_part(file):
         code, n = raw[17], int.from_bytes(raw[18:26], "little")
         if code not in MEGATRON:
             raise ValueError(f"{index}: its numbers are of kind {code}; tokens must be uint8, uint16 or int32")
-        lengths = np.memmap(index, np.int32, "r", offset=34, shape=(n,))        # of the sequences, back to back in the .bin
+        lengths = np.memmap(index, np.int32, "r", offset=34, shape=(n,))    # of the sequences, back to back in the .bin
         return Part(file, MEGATRON[code], 0, int(lengths.sum(dtype=np.int64)))
     header = np.fromfile(file, np.int32, 3)
     if len(header) == 3 and header[0] in LLMC:
@@ -136,7 +136,8 @@ class Store:
         parts = [p for p in parts.get(split, []) if p.tokens > block_size]
         if not parts:
             raise ValueError(f"{self.folder}/{split}.bin has {self.meta['tokens'].get(split, 0)} tokens; one sample of "
-                             f"--block_size={block_size} needs {block_size + 1}: give more text or a smaller --block_size")
+                             f"--block_size={block_size} needs {block_size + 1}: give more text or a smaller "
+                             "--block_size")
         self.tokens = [np.memmap(p.file, p.dtype, "r", p.offset, (p.tokens,)) for p in parts]
         view = np.lib.stride_tricks.sliding_window_view
         self._windows = [view(t, block_size + 1)[::block_size] for t in self.tokens]        # (n, T+1) views, no copy

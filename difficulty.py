@@ -1,4 +1,4 @@
-"""Difficulty: one number a sample, by which a curriculum orders the data. Computed offline, kept as a column of the store.
+"""Difficulty: one number a sample, by which a curriculum orders the data; computed offline, kept beside the store.
 
 A column is T<block_size>/<metric>.npy, one number a sample, with the fingerprint of its data beside it in a .json. A
 metric of your own is a function (tokens (N, T), mask (N, T)) -> (N,) in a file of yours.
@@ -19,7 +19,7 @@ CHUNK = 1 << 22     # tokens in flight
 
 
 def unigram_surprise(parts, vocab_size):
-    """-ln p of every token id, (V,) float64: p = count / total over all tokens of all `parts`, zero counts as 1 first."""
+    """-ln p of every token id, (V,) float64: p = count / total over all `parts`, zero counts taken as 1 first."""
     counts = np.zeros(vocab_size, np.int64)
     for tokens in parts:
         for i in range(0, len(tokens), CHUNK):
@@ -46,7 +46,8 @@ def text_zlib(store):
     core. Reported to order better than rarity (arXiv 2506.11300). Needs the store's tokenizer."""
     tokenizer = load_tokenizer(store.folder)
     if tokenizer is None:
-        raise ValueError(f"--metric=zlib needs text, and {store.folder} has no tokenizer.json: put the one that made its tokens there")
+        raise ValueError(f"--metric=zlib needs text, and {store.folder} has no tokenizer.json: put the one that made "
+                         "its tokens there")
 
     def ratio(x):
         raw = tokenizer.decode(x).encode()
@@ -55,8 +56,8 @@ def text_zlib(store):
 
 
 def reference_loss(store, checkpoint):
-    """Mean loss of the sample under a checkpoint of ours (dense): difficulty as a reference model sees it. Costs a forward
-    pass over the corpus, on a GPU if there is one."""
+    """Mean loss of the sample under a checkpoint of ours (dense): difficulty as a reference model sees it. Costs a
+    forward pass over the corpus, on a GPU if there is one."""
     import torch
 
     from model import GPT
@@ -64,11 +65,12 @@ def reference_loss(store, checkpoint):
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
         c = saved["config"]
     except Exception as e:      # torch.load raises whatever the damage makes of it
-        raise ValueError(f"--checkpoint={checkpoint} does not open as a checkpoint of train.py ({type(e).__name__})") from None
+        raise ValueError(f"--checkpoint={checkpoint} is no checkpoint of train.py ({type(e).__name__})") from None
     if store.block_size > c["block_size"]:
         raise ValueError(f"--block_size={store.block_size} is longer than the checkpoint's {c['block_size']}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = GPT(store.meta["vocab_size"], c["block_size"], c["n_layer"], c["n_head"], c["n_embd"], 0.0, c["bias"], c["pos"])
+    shape = {name: c[name] for name in ("block_size", "n_layer", "n_head", "n_embd", "bias", "pos")}
+    model = GPT(store.meta["vocab_size"], **shape)
     model.load_state_dict(saved["model"])
     model.to(device).eval()
     per, out = max(1, 8192 // store.block_size), np.empty(store.n_samples)
@@ -92,7 +94,7 @@ def compute(store, metric, checkpoint=""):
     for x in store.inputs(1024):
         v = np.asarray(f(x, np.ones(x.shape, bool)), np.float64)
         if v.shape != (len(x),):
-            raise ValueError(f"--metric={metric} returned shape {v.shape} for {x.shape} tokens; it must return ({len(x)},)")
+            raise ValueError(f"--metric={metric} returned shape {v.shape} for tokens {x.shape}; it must be ({len(x)},)")
         values.append(v)
     return np.concatenate(values)
 
@@ -108,7 +110,8 @@ def analyze(folder, block_size, metrics, checkpoint=""):
         if not np.isfinite(values).all():
             raise ValueError(f"--metric={metric} is not finite for sample {int(np.argmin(np.isfinite(values)))}")
         write_atomic(base.with_suffix(".npy"), lambda f: np.save(f, values))
-        info = {"metric": name, "block_size": block_size, "samples": len(values), "fingerprint": store.meta["fingerprint"]}
+        info = {"metric": name, "block_size": block_size, "samples": len(values),
+                "fingerprint": store.meta["fingerprint"]}
         write_atomic(base.with_suffix(".json"), lambda f: f.write(json.dumps(info).encode()))
         quartiles = " ".join(f"{v:.4g}" for v in np.quantile(values, [0, .25, .5, .75, 1]))
         print(f"{base}.npy: {len(values):,} samples in {time.time() - start:.1f} s; quartiles {quartiles}")
@@ -119,8 +122,8 @@ def show(folder, block_size, metrics):
     store, tokenizer = Store(folder, "train", block_size), load_tokenizer(folder)
     for name in (m.rpartition(":")[2] for m in metrics):
         values = store.column(name)
-        print(f"{name}: " + " ".join(f"{q}%: {v:.5g}" for q, v in zip((0, 1, 10, 25, 50, 75, 90, 99, 100),
-                                                                    np.percentile(values, (0, 1, 10, 25, 50, 75, 90, 99, 100)))))
+        marks = (0, 1, 10, 25, 50, 75, 90, 99, 100)
+        print(f"{name}: " + " ".join(f"{q}%: {v:.5g}" for q, v in zip(marks, np.percentile(values, marks))))
         order = np.argsort(values, kind="stable")
         for label, ids in (("easiest", order[:3]), ("hardest", order[::-1][:3])):
             for i in ids:
