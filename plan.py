@@ -37,11 +37,14 @@ def effective_length(length, keep, n_layer, n_ltd):
 
 
 def amount(text, whole, flag):
-    """A number of tokens, or a percentage of `whole`."""
+    """A number of tokens, or a percentage of `whole`; finite and not negative."""
     try:
-        return float(text.rstrip("%")) * (whole / 100 if text.endswith("%") else 1)
+        value = float(text.rstrip("%")) * (whole / 100 if text.endswith("%") else 1)
     except ValueError:
-        raise ValueError(f"{flag}={text} must be a number or a percentage, as 3e9 or 2%") from None
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{flag}={text} must be a number or a percentage, as 3e9 or 2%")
+    return value
 
 
 def check(**values):
