@@ -92,7 +92,7 @@ class Config:
     resume: bool = False        # continue from the newest checkpoint in --out, if there is one
     overwrite: bool = False     # delete the run that --out holds
     eval_interval: int = 100    # steps between evaluations
-    eval_samples: int = 256     # validation windows, always the first ones; 0 = all
+    eval_samples: int = 256     # validation windows, always the same, spread evenly over the split; 0 = all
     save_interval: int = 200    # steps between checkpoints
     keep_ckpts: int = 2         # newest checkpoints to keep
     log_interval: int = 10      # steps between lines on the screen and in log.jsonl
@@ -292,6 +292,7 @@ def main():
         return print0(f"{path} is the end of its run: nothing is left to do")
     val = data.Store(cfg.data, "val", cfg.block_size)
     n_eval = min(cfg.eval_samples or val.n_samples, val.n_samples)
+    windows = np.arange(n_eval) * val.n_samples // n_eval
 
     # the other ranks, and the folder
     start = checkpoint["step"] if found else 0
@@ -370,11 +371,11 @@ def main():
 
     @torch.no_grad()
     def evaluate():
-        """Mean loss over the same first n_eval validation windows: full length, all tokens, each rank a share."""
+        """Mean loss over the same n_eval validation windows: full length, all tokens, each rank a share."""
         model.eval()
         total, stop = torch.zeros((), dtype=torch.float64, device=device), n_eval * (rank + 1) // world
         for i in range(n_eval * rank // world, stop, cfg.batch_size):
-            rows = torch.from_numpy(val.rows(np.arange(i, min(i + cfg.batch_size, stop)))).to(device)
+            rows = torch.from_numpy(val.rows(windows[i:min(i + cfg.batch_size, stop)])).to(device)
             total += model(rows[:, :-1], rows[:, 1:])
         model.train()
         if world > 1:
