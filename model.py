@@ -160,7 +160,8 @@ class GPT(nn.Module):
         was_training = self.training
         self.eval()
         for _ in range(max_new_tokens):
-            logits = self(tokens[:, -self.block_size:]).float()                  # (B, V)
+            # forward() itself, not the call: a compiled model would be compiled anew for every length
+            logits = self.forward(tokens[:, -self.block_size:]).float()          # (B, V)
             if temperature == 0:
                 new = logits.argmax(-1, keepdim=True)                            # (B, 1)
             else:
