@@ -287,6 +287,19 @@ def test_infinite_gradients_are_skipped_counted_and_end_the_run_after_ten(store,
     assert json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[-2])["skipped"] == 0
 
 
+def test_two_ranks_build_the_embedded_corpus_once_and_train_on_it(tmp_path):
+    """N08: one rank builds, outside of any process group, so that no collective waits for it; the other waits for the last
+    file. Everything is made in the current folder; a second start, and another block size, build no tokens again."""
+    flags = [f for f in TINY if "block_size" not in f] + ["--block_size=128", "--train_tokens=4000", "--stop_step=2", "--dist_timeout=100"]
+    printed = ok(train(*flags, "--out=a", ranks=2, cwd=tmp_path))
+    assert printed.count("making the embedded corpus") == 1 and printed.count("training a BPE") == 1
+    stamp = (tmp_path / "data" / "stdlib" / "train.bin").stat().st_mtime_ns
+    assert "making" not in ok(train(*flags, "--out=b", cwd=tmp_path))
+    printed = ok(train(*flags[:-4], "--block_size=64", "--train_tokens=4000", "--stop_step=2", "--out=c", cwd=tmp_path))
+    assert "--block_size=64" in printed and "training a BPE" not in printed
+    assert (tmp_path / "data" / "stdlib" / "train.bin").stat().st_mtime_ns == stamp
+
+
 def test_every_rank_must_see_the_same_run(whole, store, tmp_path):
     """N06: rank 1 on a disk of its own finds no checkpoint where rank 0 found one: refused on all ranks, in seconds."""
     out, want, flags = whole
