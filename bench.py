@@ -293,8 +293,8 @@ def bench_table(cfg, folders):
         chosen = runs[arm][best[arm]]
         mean, sd = mean_sd([r[0]["val_loss"] for r in chosen.values()])
         diffs = [chosen[s][0]["val_loss"] - dense[s][0]["val_loss"] for s in chosen if s in dense and arm != "dense"]
-        gap = "-"
-        if diffs:
+        gap = f"{diffs[0]:+.4f} (one pair: no interval)" if diffs else "-"
+        if len(diffs) > 1:
             d, s = mean_sd(diffs)
             half = T95[min(len(diffs), len(T95)) - 1] * s / math.sqrt(len(diffs))
             gap = f"{d:+.4f} +- {half:.4f}" + ("" if abs(d) > half else " (does not differ)")
@@ -304,7 +304,8 @@ def bench_table(cfg, folders):
         spent = " | ".join(f"{first[k] / 1e6:.2f}M" for k in ("sampled", "tokens", "layer_tokens"))
         print(f"| {arm} | {best[arm]:g} of {tried} | {mean:.4f} ({sd:.4f}) | {len(chosen)} | {gap} | {spent} "
               f"| {seconds:.0f} |")
-        result["arms"][arm] = {"lr": best[arm], "mean": round(mean, 4), "sd": round(sd, 4), "n": len(chosen)}
+        result["arms"][arm] = {"lr": best[arm], "mean": round(mean, 4), "sd": round(sd, 4) if sd == sd else None,
+                                 "n": len(chosen)}
     print("\nthe sweep: mean validation loss (n)\n")
     for arm, rates in sorted(runs.items()):
         cells = (f"{lr:g}: {mean_loss(seeds):.4f} ({len(seeds)})" for lr, seeds in sorted(rates.items()))

@@ -165,10 +165,11 @@ class Store:
 
     def column(self, metric):
         """One difficulty a sample, (N,), written by data_analyze.py. Refuses one of other data by its fingerprint."""
-        base = self.folder / f"T{self.block_size}" / metric
+        base = self.folder / f"T{self.block_size}" / metric.rpartition(":")[2]      # my.py:f is kept as f
         again = f"python data_analyze.py --data={self.folder} --block_size={self.block_size} --metric={metric}"
         if not base.with_suffix(".npy").is_file() or not base.with_suffix(".json").is_file():
-            raise ValueError(f"{base}.npy is missing; make it with: {again}")
+            have = ", ".join(sorted(p.stem for p in base.parent.glob("*.npy"))) or "none"
+            raise ValueError(f"{base}.npy is missing (columns there: {have}); make it with: {again}")
         info = read_json(base.with_suffix(".json"), ("fingerprint",))
         if info["fingerprint"] != self.meta["fingerprint"]:
             raise ValueError(f"{base}.npy belongs to other data ({info['fingerprint']}, "
@@ -311,13 +312,18 @@ def _bool(text):
     return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
 
 
+_int.__name__, _bool.__name__ = "int", "bool"       # argparse shows these names
+
+
 def parse_flags(cls, argv, about):
     """Read --flag=value into dataclass `cls`. Returns (config, the set of flags given). Types are those of the fields:
     int takes 1e6, bool takes true/false or nothing, lists repeat. Raises ValueError with the nearest flag's name."""
     help_of = dict(re.findall(r"^    (\w+):[^#\n]*#\s*(.*)$", inspect.getsource(cls), re.M))
     parser = _Parser(description=about, allow_abbrev=False)
     names = [f.name for f in dataclasses.fields(cls)]
-    for word in argv:
+    for before, word in zip(["", *argv], argv):
+        if before.startswith("--") and "=" not in before and not word.startswith("--"):
+            continue                    # "--flag value": the value
         name = word.lstrip("-").partition("=")[0]
         if name not in names and name not in ("help", "h"):
             near = difflib.get_close_matches(name, names, 1)
@@ -331,7 +337,6 @@ def parse_flags(cls, argv, about):
         help_text = help_of[f.name] + ("" if kind is list else f" (default: {f.default})")
         parser.add_argument(f"--{f.name}", type={int: _int, bool: _bool, float: float}.get(kind, str),
                             default=argparse.SUPPRESS, help=help_text.replace("%", "%%"), **extra)
-    # "--flag value" would be ambiguous with a bool; every word is its own flag
     try:
         given = vars(parser.parse_args(argv))
     except KeyError as e:

@@ -256,15 +256,18 @@ def build(files, cfg, out, corpus):
             some = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
             raise ValueError(f"no tokens from {len(files)} files ({some}): all documents are empty")
         if cfg.val_fraction and not n_docs["val"]:
-            # fewer than 1/f documents: the last one is held out, or of a single one the last share of its tokens
-            cut = starts[-1] if len(starts) > 1 else tokens["train"] - int(tokens["train"] * cfg.val_fraction)
+            # fewer than 1/f documents: the last ones that hold that share, or of a single one the end of it
+            share = int(tokens["train"] * cfg.val_fraction)
+            whole_documents = [s for s in starts[1:] if tokens["train"] - s >= share] or starts[1:]
+            cut = whole_documents[-1] if whole_documents else tokens["train"] - share
             whole = np.memmap(tmp / "train.bin", dtype=dtype, mode="r")
             (tmp / "val.bin").write_bytes(whole[cut:].tobytes())
             os.truncate(tmp / "train.bin", cut * dtype().itemsize)
             tokens["val"], tokens["train"] = tokens["train"] - cut, cut
-            what = "document" if len(starts) > 1 else f"{cfg.val_fraction:.0%} of the tokens"
-            print(f"only {len(starts)} document{'s' * (len(starts) > 1)}: the last {what} is the validation split")
-            n_docs["val"], starts = 1, [s for s in starts if s < cut]
+            held = sum(s >= cut for s in starts)
+            what = f"{held} of them" if held else f"{cfg.val_fraction:.0%} of its tokens"
+            print(f"only {len(starts)} document{'s' * (len(starts) > 1)}: the last {what} are the validation split")
+            n_docs["val"], starts = max(held, 1), [s for s in starts if s < cut]
             n_docs["train"] = len(starts)
         spec = json.dumps(tokenizer.spec)
         sizes = json.dumps([tokens["train"], tokens["val"]])

@@ -90,9 +90,15 @@ def compute(store, metric, checkpoint=""):
         return reference_loss(store, checkpoint)
     if metric in METRICS:
         return METRICS[metric](store)
+    if metric.rpartition(":")[2] in METRICS:
+        raise ValueError(f"--metric={metric} would replace the column of the built-in metric; rename your function")
     f, values = load_function(metric), []
     for x in store.inputs(1024):
-        v = np.asarray(f(x, np.ones(x.shape, bool)), np.float64)
+        try:
+            v = np.asarray(f(x, np.ones(x.shape, bool)), np.float64)
+        except (TypeError, ValueError) as e:
+            raise ValueError(f"--metric={metric} failed ({e}); it must be a function of (tokens (N, T) integers, "
+                             "mask (N, T) booleans) that returns (N,) numbers") from e
         if v.shape != (len(x),):
             raise ValueError(f"--metric={metric} returned shape {v.shape} for tokens {x.shape}; it must be ({len(x)},)")
         values.append(v)

@@ -234,6 +234,9 @@ def main():
     if cfg.sample and not cfg.resume:
         raise ValueError("--sample prints text from a checkpoint: give --resume and the run's --out=FOLDER")
     found = newest_checkpoint(cfg.out) if cfg.resume else None
+    if cfg.resume and not found and given <= CALL:
+        raise ValueError(f"--out={cfg.out} holds no checkpoint to resume from; to start a run that a later call may "
+                         "resume, give its settings with --resume")
     if found:
         path, checkpoint = found
         cfg = resumed(cfg, given, path, checkpoint["config"])

@@ -81,7 +81,7 @@ def test_text_is_read_as_utf8_whatever_the_locale(tmp_path):
     ("c.jsonl", b'{"text":"ok"}\n{"text": "a\n', ["line 2", "--skip_bad"]),                         # D20
     ("f.jsonl", b'{"content":"ok"}\n', ["'text'", "content", "--text_key"]),                        # D09
     ("g.jsonl", b'{"text":7}\n', ["line 1", "--text_key"]),
-    ("h.jsonl.gz", gzip.compress(b'{"text":"ok"}\n' * 99)[:-9], ["h.jsonl.gz", "to its end"])])
+    ("h.jsonl.gz", gzip.compress(b'{"text":"ok"}\n' * 99, mtime=0)[:-9], ["h.jsonl.gz", "to its end"])])
 def test_unusable_input_is_refused_by_file_and_place_and_leaves_nothing(tmp_path, name, content, words):
     """D09, D18, D20."""
     (tmp_path / name).write_bytes(content)
@@ -156,8 +156,11 @@ def test_few_documents_still_give_a_validation_split(tmp_path):
     """D10: ten documents, a tenth: one document; one document: the last share of its tokens, and it is said."""
     ok(prepare(write_jsonl(tmp_path / "d.jsonl", ["abc"] * 10), tmp_path / "ten", "--val_fraction=0.1"))
     assert [len(p) for p in tokens(tmp_path / "ten")[0].values()] == [36, 4]
-    assert "the last document is the validation split" in ok(prepare(write_jsonl(tmp_path / "e.jsonl", ["abc", "de", "f"]), tmp_path / "three", "--val_fraction=0.1"))
+    assert "the last 1 of them are the validation split" in ok(prepare(write_jsonl(tmp_path / "e.jsonl", ["abc", "de", "f"]), tmp_path / "three", "--val_fraction=0.1"))
     assert [len(p) for p in tokens(tmp_path / "three")[0].values()] == [7, 2]
+    docs = ["a" * 500, "b" * 300, "c" * 200, "d"]      # the last one alone is too small a share
+    ok(prepare(write_jsonl(tmp_path / "f.jsonl", docs), tmp_path / "four", "--val_fraction=0.1"))
+    assert [len(p) for p in tokens(tmp_path / "four")[0].values()] == [802, 203]
     (tmp_path / "one.txt").write_text("x" * 999)
     assert "validation split" in ok(prepare(tmp_path / "one.txt", tmp_path / "one", "--val_fraction=0.1"))
     assert [len(p) for p in tokens(tmp_path / "one")[0].values()] == [900, 100]
@@ -364,7 +367,7 @@ def test_damaged_foreign_stores_are_refused_by_name(tmp_path):
 
 def test_the_users_own_metric_is_computed_saved_and_shown(tmp_path, store):
     (tmp_path / "mine.py").write_text("def spread(tokens, mask):\n    assert tokens.shape == mask.shape and mask.all()\n    return tokens.max(1) - tokens.min(1).astype(int)\n"
-                                      "def wrong(tokens, mask):\n    return tokens\n")
+                                      "def wrong(tokens, mask):\n    return tokens\ndef one(x): return x\ndef voc(tokens, mask): return tokens[:, 0]\n")
     folder = make_store(tmp_path / "a", np.arange(700) % 19, vocab=20)
     ok(command(ANALYZE, f"--data={folder}", "--block_size=7", f"--metric={tmp_path}/mine.py:spread"))
     s = data.Store(folder, "train", 7)
@@ -372,6 +375,9 @@ def test_the_users_own_metric_is_computed_saved_and_shown(tmp_path, store):
     printed = ok(command(ANALYZE, f"--data={folder}", "--block_size=7", "--metric=spread,spread".split(",")[0].replace("spread", f"{tmp_path}/mine.py:spread"), "--show"))
     assert "easiest: sample" in printed and "hardest: sample" in printed and (folder / "T7" / "spread.png").exists()
     refused(command(ANALYZE, f"--data={folder}", "--block_size=7", f"--metric={tmp_path}/mine.py:wrong"), "shape")
+    refused(command(ANALYZE, f"--data={folder}", "--block_size=7", f"--metric={tmp_path}/mine.py:one"), "(tokens (N, T)")
+    refused(command(ANALYZE, f"--data={folder}", "--block_size=7", f"--metric={tmp_path}/mine.py:voc"), "built-in")
+    assert s.column("my.py:spread")[0] == s.column("spread")[0]
 
 
 def test_zlib_is_compressed_over_raw_bytes(store):

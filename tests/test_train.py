@@ -365,6 +365,7 @@ def test_sample_prints_text_from_a_checkpoint(whole):
     assert ok(train("--sample", "--resume", f"--out={whole[0]}", "--max_new_tokens=1", "--prompt=abc")).startswith("abc")
     refused(train("--sample", "--resume", "--out=/nonexistent/run"), "no checkpoint")
     refused(train("--sample"), "--resume")
+    refused(train("--resume", "--out=/nonexistent/run"), "no checkpoint to resume")
 
 
 def test_a_run_leaves_its_log_config_plot_and_closing_block(store, tmp_path):
@@ -407,6 +408,8 @@ def test_flags_take_their_fields_types():
     cfg, given = data.parse_flags(Config, ["--dropout=0", "--learning_rate=1e-5", "--compile=false", "--train_tokens=1e3", "--resume", "--pool=a:1..2:3", "--pool=b:1..2:3", "--data=x"], "")
     assert (cfg.dropout, cfg.learning_rate, cfg.compile, cfg.train_tokens, cfg.resume, cfg.data) == (0.0, 1e-5, False, 1000, True, "x")
     assert cfg.pool == ["a:1..2:3", "b:1..2:3"] and type(cfg.dropout) is float and type(cfg.train_tokens) is int and "dropout" in given
+    cfg, given = data.parse_flags(Config, ["--data", "some", "--resume", "--train_tokens", "1e3", "--prompt", "two words"], "")
+    assert (cfg.data, cfg.resume, cfg.train_tokens, cfg.prompt) == ("some", True, 1000, "two words")
     for flags in (["--train_tokens=1.5"], ["--compile=fals"], ["--n_layer="]):
         with pytest.raises(ValueError):
             data.parse_flags(Config, flags, "")
