@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import ltd
-from data import parse_flags, run_command
+from flags import parse_flags, run_command
 from model import GPT, Block, forward_flops
 from output import read_log
 

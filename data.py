@@ -5,18 +5,12 @@ memory map, so that its size is limited by the disk alone; the pages it touches 
 /proc/self/status) and the kernel takes them back when it needs them. Difficulty columns lie in T<block_size>/.
 Made by:  python data_analyze.py --text=my_folder --out=data/mine
 """
-import argparse
 import dataclasses
-import difflib
 import hashlib
-import inspect
 import json
 import os
 import queue
-import re
-import sys
 import threading
-import traceback
 from pathlib import Path
 
 import numpy as np
@@ -104,80 +98,144 @@ LLMC = {20240520: "uint16", 20240801: "uint32"}       # llm.c's magic numbers: 2
 MEGATRON = {1: "uint8", 4: "int32", 8: "uint16"}      # Megatron's codes for the kinds of numbers that tokens come in
 
 
+def megatron_lengths(index):
+    """Lengths of a Megatron pair's sequences, back to back in the .bin: (n,) int32, a view of the .idx."""
+    n = int(np.fromfile(index, "<u8", 1, offset=18)[0])
+    return np.memmap(index, np.int32, "r", offset=34, shape=(n,))
+
+
 def foreign_part(file):
     """A .bin file of another project: a shard of llm.c or modded-nanogpt (known by its magic number), the .bin of a
     Megatron pair (by the .idx beside it), else nanoGPT's: bare uint16."""
     size, index = file.stat().st_size, file.with_suffix(".idx")
     if index.is_file():
-        raw = index.read_bytes()[:34]
+        with open(index, "rb") as f:
+            raw = f.read(34)
         if raw[:9] != b"MMIDIDX\0\0" or len(raw) < 34:
             raise ValueError(f"{index} is no Megatron index (it does not begin with MMIDIDX)")
-        code, n = raw[17], int.from_bytes(raw[18:26], "little")
-        if code not in MEGATRON:
-            raise ValueError(f"{index}: its numbers are of kind {code}; tokens must be uint8, uint16 or int32")
-        lengths = np.memmap(index, np.int32, "r", offset=34, shape=(n,))    # of the sequences, back to back in the .bin
-        return Part(file, MEGATRON[code], 0, int(lengths.sum(dtype=np.int64)))
+        if raw[17] not in MEGATRON:
+            raise ValueError(f"{index}: its numbers are of kind {raw[17]}; tokens must be uint8, uint16 or int32")
+        return Part(file, MEGATRON[raw[17]], 0, int(megatron_lengths(index).sum(dtype=np.int64)))
     header = np.fromfile(file, np.int32, 3)
     if len(header) == 3 and header[0] in LLMC:
         return Part(file, LLMC[int(header[0])], 1024, int(header[2]))
     return Part(file, "uint16", 0, size // 2)
 
 
-class Store:
-    """The samples of one split. Sample i = tokens[i*T : i*T + T + 1]: T inputs and the last one's label. Samples do
-    not overlap; the last label is the next sample's first input. What is left at the end (under T + 1) of each file
-    is not used. Files are read through memory maps; nothing is copied."""
+def document_starts(parts, eot_id):
+    """Where documents begin, counted in tokens over the `parts` of a split: int64. A document ends with eot_id and with
+    its file; in a Megatron pair, where the index says. For stores made elsewhere; one pass over the tokens."""
+    starts, base = [], 0
+    for p in parts:
+        if p.file.with_suffix(".idx").is_file():
+            inner = megatron_lengths(p.file.with_suffix(".idx")).cumsum(dtype=np.int64)
+        else:
+            tokens, chunk = np.memmap(p.file, p.dtype, "r", p.offset, (p.tokens,)), 1 << 22
+            inner = np.concatenate([i + 1 + np.flatnonzero(tokens[i:i + chunk] == eot_id)
+                                    for i in range(0, p.tokens, chunk)])
+        starts.append(base + np.append(0, inner[inner < p.tokens]))
+        base += p.tokens
+    return np.concatenate(starts)
 
-    def __init__(self, folder, split, block_size):
-        self.folder, self.split, self.block_size = Path(folder), split, block_size
+
+def documents_file(folder, meta, split):
+    """train.docs.npy of a store of ours; one made for files from elsewhere bears their fingerprint."""
+    own = (Path(folder) / "meta.json").is_file()
+    return Path(folder) / (f"{split}.docs.npy" if own else f"{split}.{meta['fingerprint']}.docs.npy")
+
+
+class Store:
+    """The samples of one split, read through memory maps; nothing is copied.
+
+    samples="window": sample i = tokens[i*T : i*T + T + 1]: T inputs and the last one's label. Samples do not overlap;
+    the last label is the next sample's first input. What is left at the end (under T + 1) of each file is not used.
+    samples="document": one document a sample, its first T + 1 tokens, or padded to that. `lengths` (N,) int32 says how
+    many of its T inputs are no padding: those with a label in the same document. One of a single token is left out.
+    """
+
+    def __init__(self, folder, split, block_size, samples="window"):
+        self.folder, self.split, self.block_size, self.samples = Path(folder), split, block_size, samples
         if block_size < 1:
             raise ValueError(f"--block_size={block_size} must be at least 1")
+        if samples not in ("window", "document"):
+            raise ValueError(f"--samples={samples} is unknown; it takes window or document")
         self.meta, parts = read_meta(folder)
-        parts = [p for p in parts.get(split, []) if p.tokens > block_size]
+        parts = [p for p in parts.get(split, []) if p.tokens > (block_size if samples == "window" else 0)]
         if not parts:
             raise ValueError(f"{self.folder}/{split}.bin has {self.meta['tokens'].get(split, 0)} tokens; one sample of "
                              f"--block_size={block_size} needs {block_size + 1}: give more text or a smaller "
                              "--block_size")
         self.tokens = [np.memmap(p.file, p.dtype, "r", p.offset, (p.tokens,)) for p in parts]
-        view = np.lib.stride_tricks.sliding_window_view
-        self._windows = [view(t, block_size + 1)[::block_size] for t in self.tokens]        # (n, T+1) views, no copy
-        self._ends = np.cumsum([len(w) for w in self._windows])
-        self.n_samples = int(self._ends[-1])
+        self.columns = self.folder / (f"T{block_size}" + "-documents" * (samples == "document"))
+        if samples == "window":
+            view = np.lib.stride_tricks.sliding_window_view
+            self._windows = [view(t, block_size + 1)[::block_size] for t in self.tokens]    # (n, T+1) views, no copy
+            self._ends = np.cumsum([len(w) for w in self._windows])
+            self.n_samples, self.lengths = int(self._ends[-1]), None
+            return
+        self._ends = np.cumsum([len(t) for t in self.tokens])
+        file = documents_file(folder, self.meta, split)
+        if not file.is_file():
+            raise ValueError(f"{file} is missing: it says where documents begin; make it with: "
+                             f"python data_analyze.py --data={folder} --samples=document --block_size={block_size}")
+        starts = np.load(file, mmap_mode="r")
+        lengths = np.minimum(np.diff(starts, append=self._ends[-1]) - 1, block_size).astype(np.int32)
+        some = lengths > 0
+        self.n_samples = int(some.sum())
+        self._starts, self.lengths = (starts, lengths) if some.all() else (starts[some], lengths[some])
+        if not self.n_samples:
+            raise ValueError(f"{self.folder}, split {split}, holds no document of two tokens; take --samples=window")
 
     def rows(self, ids):
-        """(B,) sample ids -> (B, T+1) int64 tokens. Raises ValueError where a token lies outside the vocabulary."""
+        """(B,) sample ids -> (B, T+1) int64 tokens, -1 for padding. ValueError for a token outside the vocabulary."""
         ids = np.asarray(ids)
-        rows, file = np.empty((len(ids), self.block_size + 1), np.int64), np.searchsorted(self._ends, ids, side="right")
-        for i in np.unique(file):
-            mine = file == i
-            rows[mine] = self._windows[i][ids[mine] - (self._ends[i] - len(self._windows[i]))]
-        if rows.size and not 0 <= rows.min() <= rows.max() < self.meta["vocab_size"]:
+        rows = np.full((len(ids), self.block_size + 1), -1, np.int64)
+        if self.lengths is None:
+            file = np.searchsorted(self._ends, ids, side="right")
+            for i in np.unique(file):
+                mine = file == i
+                rows[mine] = self._windows[i][ids[mine] - (self._ends[i] - len(self._windows[i]))]
+        else:
+            starts = self._starts[ids]
+            for row, start, n, i in zip(rows, starts, self.lengths[ids], np.searchsorted(self._ends, starts, "right")):
+                at = start - (self._ends[i] - len(self.tokens[i]))
+                row[:n + 1] = self.tokens[i][at:at + n + 1]
+        if rows.size and not (0 if self.lengths is None else -1) <= rows.min() <= rows.max() < self.meta["vocab_size"]:
             raise ValueError(f"{self.folder}, split {self.split}, holds token {rows.max()}; "
                              f"its vocab_size is {self.meta['vocab_size']}")
         return rows
 
-    def inputs(self, per):
-        """All samples in order as (k, T) arrays of inputs, k <= per, without labels: views of the maps."""
-        for tokens, windows in zip(self.tokens, self._windows):
-            flat = tokens[:len(windows) * self.block_size].reshape(-1, self.block_size)
-            for i in range(0, len(flat), per):
-                yield flat[i:i + per]
+    def inputs(self, first, last):
+        """Samples first..last-1 as (k, T) inputs without labels, and where they are no padding: (k, T) bool, or None
+        for windows, which have none. Of windows a view of the map, but for those on both sides of a file's end."""
+        if self.lengths is not None:
+            rows = self.rows(np.arange(first, last))[:, :-1]                            # (k, T+1) -> (k, T)
+            mask = np.arange(self.block_size) < self.lengths[first:last, None]
+            return np.where(mask, rows, 0), mask
+        found = []
+        for tokens, windows, end in zip(self.tokens, self._windows, self._ends):
+            a, b = (min(max(i - (end - len(windows)), 0), len(windows)) for i in (first, last))
+            if a < b:
+                found.append(tokens[a * self.block_size:b * self.block_size].reshape(-1, self.block_size))
+        return found[0] if len(found) == 1 else np.concatenate(found), None
 
-    def column(self, metric):
-        """One difficulty a sample, (N,), written by data_analyze.py. Refuses one of other data by its fingerprint."""
-        base = self.folder / f"T{self.block_size}" / metric.rpartition(":")[2]      # my.py:f is kept as f
-        again = f"python data_analyze.py --data={self.folder} --block_size={self.block_size} --metric={metric}"
-        if not base.with_suffix(".npy").is_file() or not base.with_suffix(".json").is_file():
-            have = ", ".join(sorted(p.stem for p in base.parent.glob("*.npy"))) or "none"
-            raise ValueError(f"{base}.npy is missing (columns there: {have}); make it with: {again}")
-        info = read_json(base.with_suffix(".json"), ("fingerprint",))
+    def column(self, metric, ranked=False):
+        """One difficulty a sample, (N,), or its curriculum.ranks(), (N,) int32, written by data_analyze.py. Refuses one
+        of other data by its fingerprint."""
+        base = self.columns / metric.rpartition(":")[2]                                 # my.py:f is kept as f
+        file, note = (base.with_name(base.name + end) for end in (".rank.npy" if ranked else ".npy", ".json"))
+        again = (f"python data_analyze.py --data={self.folder} --block_size={self.block_size} --metric={metric}"
+                 + " --samples=document" * (self.lengths is not None))
+        if not file.is_file() or not note.is_file():
+            have = ", ".join(sorted(p.stem for p in self.columns.glob("*.json"))) or "none"
+            raise ValueError(f"{file} is missing (columns there: {have}); make it with: {again}")
+        info = read_json(note, ("fingerprint",))
         if info["fingerprint"] != self.meta["fingerprint"]:
-            raise ValueError(f"{base}.npy belongs to other data ({info['fingerprint']}, "
+            raise ValueError(f"{file} belongs to other data ({info['fingerprint']}, "
                              f"not {self.meta['fingerprint']}); make it again: {again}")
-        values = np.load(base.with_suffix(".npy"), mmap_mode="r")
+        values = np.load(file, mmap_mode="r")
         if len(values) != self.n_samples:
-            raise ValueError(f"{base}.npy has {len(values)} values for {self.n_samples} samples; "
-                             f"make it again: {again}")
+            raise ValueError(f"{file} has {len(values)} values for {self.n_samples} samples; make it again: {again}")
         return values
 
 
@@ -211,148 +269,3 @@ def prefetch(make, start, stop, ahead=2):
         done.set()
         slots.release()
         thread.join()
-
-
-# -----------------------------------------------------------------------------
-# tokenizers: `bytes`, a trained BPE, or any tiktoken encoding; all saved as JSON
-
-LONGEST_RUN = 65_536    # more white space than this in one run overflows the stack of tiktoken's regular expressions
-
-
-def tiktoken_encoding(name, limit_s=20):
-    """tiktoken.get_encoding, refused within limit_s seconds where its vocabulary is neither cached nor fetchable."""
-    import tiktoken
-    result = []
-
-    def load():
-        try:
-            result.append(tiktoken.get_encoding(name))
-        except Exception as e:
-            result.append(e)
-    thread = threading.Thread(target=load, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if result and not isinstance(result[0], Exception):
-        return result[0]
-    if name not in tiktoken.list_encoding_names():
-        raise ValueError(f"--tokenizer={name} is unknown; it takes bpe, bytes, a tokenizer.json, "
-                         f"or one of {', '.join(tiktoken.list_encoding_names())}")
-    why = type(result[0]).__name__ if result else f"no answer in {limit_s} s"
-    raise ValueError(f"--tokenizer={name}: its vocabulary file is not cached and cannot be fetched ({why}); "
-                     "put it into a folder under the name that tiktoken gives it (the SHA-1 of its address) "
-                     "and set TIKTOKEN_CACHE_DIR, or use --tokenizer=bpe")
-
-
-class Tokenizer:
-    """spec: {"kind": "bytes"} | {"kind": "tiktoken", "name"} | {"kind": "bpe", "pattern", "ranks": [latin-1 strings]}.
-    eot_id stands at the end of every document. The spelling of a special token inside a text is ordinary text."""
-
-    def __init__(self, spec):
-        self.spec, self.encoding = spec, None
-        if spec["kind"] == "bytes":
-            self.vocab_size, self.eot_id = 257, 256
-            return
-        if spec["kind"] == "tiktoken":
-            self.encoding = tiktoken_encoding(spec["name"])
-        else:
-            import tiktoken
-            ranks = {s.encode("latin-1"): i for i, s in enumerate(spec["ranks"])}
-            self.encoding = tiktoken.Encoding("winnow-bpe", pat_str=spec["pattern"], mergeable_ranks=ranks,
-                                              special_tokens={"<|endoftext|>": len(ranks)})
-        self.vocab_size, self.eot_id = self.encoding.n_vocab, self.encoding.eot_token
-
-    def encode(self, text):
-        """str -> (n,) uint32 array, without eot_id. A run of white space over LONGEST_RUN is encoded in pieces."""
-        if self.encoding is None:
-            return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
-        pieces, at = [], 0
-        if len(text) > LONGEST_RUN:
-            for run in re.finditer(rf"\s{{{LONGEST_RUN},}}", text):
-                pieces += [text[at:run.start()]]
-                pieces += [text[i:min(i + LONGEST_RUN, run.end())] for i in range(run.start(), run.end(), LONGEST_RUN)]
-                at = run.end()
-        pieces = [p for p in (*pieces, text[at:]) if p] or [""]
-        return np.concatenate([self.encoding.encode_to_numpy(p, disallowed_special=()) for p in pieces])
-
-    def decode(self, ids):
-        """Token ids -> str; bytes that are no UTF-8 and ids without a token become U+FFFD, eot_id <|endoftext|>."""
-        def as_bytes(i):
-            if self.encoding is None:
-                return bytes([i]) if i < 256 else b"<|endoftext|>"
-            try:
-                return self.encoding.decode_single_token_bytes(i)
-            except KeyError:            # large vocabularies have holes
-                return "\ufffd".encode()
-        return b"".join(as_bytes(int(i)) for i in ids).decode(errors="replace")
-
-
-def load_tokenizer(folder):
-    """The tokenizer of a store, or None where it was made elsewhere and only token ids are known."""
-    file = Path(folder) / "tokenizer.json"
-    return Tokenizer(json.loads(file.read_text())) if file.is_file() else None
-
-
-# -----------------------------------------------------------------------------
-# the command line: one flat dataclass whose trailing comments are its help
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise ValueError(f"{message}; --help lists the flags")
-
-
-def _int(text):
-    value = float(text)
-    if not value.is_integer():      # false for inf and nan, too
-        raise ValueError
-    return int(text) if text.lstrip("-").isdigit() else int(value)
-
-
-def _bool(text):
-    return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
-
-
-_int.__name__, _bool.__name__ = "int", "bool"       # argparse shows these names
-
-
-def parse_flags(cls, argv, about):
-    """Read --flag=value into dataclass `cls`. Returns (config, the set of flags given). Types are those of the fields:
-    int takes 1e6, bool takes true/false or nothing, lists repeat. Raises ValueError with the nearest flag's name."""
-    help_of = dict(re.findall(r"^    (\w+):[^#\n]*#\s*(.*)$", inspect.getsource(cls), re.M))
-    parser = _Parser(description=about, allow_abbrev=False)
-    names = [f.name for f in dataclasses.fields(cls)]
-    for before, word in zip(["", *argv], argv):
-        if before.startswith("--") and "=" not in before and not word.startswith("--"):
-            continue                    # "--flag value": the value
-        name = word.lstrip("-").partition("=")[0]
-        if name not in names and name not in ("help", "h"):
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean --{near[0]}?" if near else "--help lists the flags"
-            raise ValueError(f"{word} is no flag of this command; {hint}")
-        if not word.startswith("--") and word != "-h":
-            raise ValueError(f"{word}: flags begin with two dashes: --{word.lstrip('-')}")
-    for f in dataclasses.fields(cls):
-        kind = type(f.default) if f.default is not dataclasses.MISSING else list
-        extra = {bool: {"nargs": "?", "const": True, "metavar": "BOOL"}, list: {"action": "append"}}.get(kind, {})
-        help_text = help_of[f.name] + ("" if kind is list else f" (default: {f.default})")
-        parser.add_argument(f"--{f.name}", type={int: _int, bool: _bool, float: float}.get(kind, str),
-                            default=argparse.SUPPRESS, help=help_text.replace("%", "%%"), **extra)
-    try:
-        given = vars(parser.parse_args(argv))
-    except KeyError as e:
-        raise ValueError(f"{e} is neither true nor false") from None
-    return cls(**given), set(given)
-
-
-def run_command(main):
-    """Call main(); a ValueError of ours is the user's mistake: one line, exit code 2. One raised anywhere else is a
-    fault of the program and keeps its traceback."""
-    try:
-        main()
-    except ValueError as e:
-        frame = traceback.extract_tb(e.__traceback__)[-1]
-        if Path(frame.filename).resolve().parent != Path(__file__).resolve().parent:
-            raise
-        rank = os.environ.get("RANK")
-        print(f"{'' if rank is None else f'[rank {rank}] '}error: {e}", file=sys.stderr, flush=True)
-        sys.exit(2)

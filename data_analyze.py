@@ -1,21 +1,20 @@
 """From text to a token store and its difficulty columns: the offline half of efficient data sampling.
 
     python data_analyze.py                                         the embedded corpus: Python's own standard library
-    python data_analyze.py --text=my_folder --out=data/mine        your text (.txt, .jsonl, .jsonl.gz)
+    python data_analyze.py --text=my_folder --out=data/mine        your text (.txt, .jsonl, .jsonl.gz or .zst, .parquet)
     python data_analyze.py --data=data/mine --block_size=1024      difficulty columns for another block size
+    torchrun --nproc_per_node=8 data_analyze.py ...                the same by many processes, on a shared folder
 
 One pass turns documents into tokens (parallel over documents, never inside one: the tokens of a text depend on what
 stands beside it), a second one turns tokens into one number a sample. Paper: arXiv 2212.03597 section 3.1.
 """
-import gzip
 import hashlib
 import json
 import os
 import shutil
 import sys
-import sysconfig
 import time
-import zlib
+from array import array
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,8 +22,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data import Tokenizer, parse_flags, read_meta, run_command
+import parts
+from data import document_starts, documents_file, read_meta, write_atomic
 from difficulty import METRICS, analyze, show
+from flags import parse_flags, run_command
+from text import STDIN, documents, embedded_files, text_files
+from tokenizer import Tokenizer
 
 EMBEDDED = "data/stdlib"
 PATTERN = (r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"""
@@ -34,7 +37,7 @@ TRAIN_CHARS = 200_000_000   # a trained BPE reads this much of the corpus at mos
 
 @dataclass
 class Config:
-    text: list = field(default_factory=list)  # files/folders of .txt, .jsonl[.gz] (repeatable); none = embedded corpus
+    text: list = field(default_factory=list)  # files or folders of text, - = standard input; none = embedded corpus
     out: str = ""               # folder to write; data/stdlib for the embedded corpus
     data: str = ""              # an existing store: compute difficulty columns only
     text_key: str = "text"      # field of a JSON line that holds the text
@@ -43,104 +46,15 @@ class Config:
     val_fraction: float = 0.05  # share of the documents for validation: every 1/val_fraction-th
     errors: str = "strict"      # what to do with bytes that are no UTF-8: strict (refuse) or replace (count)
     skip_bad: int = 0           # malformed JSON lines to skip and count before refusing
-    workers: int = 0            # threads that encode; 0 = one a core
+    workers: int = 0            # threads; 0 = one a core
+    stage: str = ""             # under a scheduler: map (with --part), then reduce; torchrun needs neither
+    part: str = ""              # K/N, as 3/64: which part to map
     block_size: int = 256       # tokens a sample, for the difficulty columns
-    metric: str = "voc"         # difficulty columns, comma-separated: voc, zlib, loss, FILE.py:FUNCTION; "" = none
+    samples: str = "window"     # window (of the token stream) or document (one a sample, cut or padded)
+    metric: str = "voc"         # columns, comma-separated: voc, seqlen, seqlen_voc, zlib, loss, FILE.py:FUNCTION
     checkpoint: str = ""        # for --metric=loss: the reference model, out/RUN/ckpt_STEP.pt
     show: bool = False          # with --data: print and draw existing columns instead of computing them
     overwrite: bool = False     # replace an existing store
-
-
-# -----------------------------------------------------------------------------
-# documents
-
-
-def text_files(paths):
-    """Every file named, and every .txt, .jsonl and .jsonl.gz below every folder named, in sorted order."""
-    files, kinds = [], (".txt", ".jsonl", ".jsonl.gz")
-    for path in map(Path, paths):
-        if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(kinds))
-            if not found:
-                raise ValueError(f"--text={path} holds no .txt, .jsonl or .jsonl.gz file")
-            files += found
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise ValueError(f"--text={path} does not exist; give a file or a folder")
-    return files
-
-
-def decode(raw, errors, where, counts, start_of_file=False):
-    """bytes -> str. A byte-order mark is dropped at the start of a file only; line ends stay as they are."""
-    if start_of_file and raw.startswith(b"\xef\xbb\xbf"):
-        raw, counts["byte-order marks dropped"] = raw[3:], counts["byte-order marks dropped"] + 1
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as e:
-        if errors != "replace":
-            raise ValueError(f"{where}: byte {e.start} ({raw[e.start]:#04x}) is no UTF-8; "
-                             "convert the file, or give --errors=replace") from None
-        counts["documents with bytes replaced"] += 1
-        return raw.decode("utf-8", "replace")
-
-
-def lines(file, disk):
-    """The lines of an open file, unpacked if its name ends in .gz."""
-    try:
-        yield from gzip.open(disk) if file.name.endswith(".gz") else disk
-    except (EOFError, OSError, zlib.error) as e:
-        raise ValueError(f"{file} cannot be read to its end ({e}); fetch or pack it again") from None
-
-
-def documents(files, cfg, counts, progress=lambda n: None):
-    """Yield the text of every document: a .jsonl line, or a whole file of any other kind. A lone surrogate (legal in
-    JSON, not in UTF-8) becomes U+FFFD."""
-    for file in files:
-        if not file.name.endswith((".jsonl", ".jsonl.gz")):
-            raw = file.read_bytes()
-            progress(len(raw))
-            yield decode(raw, cfg.errors, str(file), counts, start_of_file=True)
-            continue
-        with open(file, "rb") as disk:
-            before, at = 0, 0
-            for number, line in enumerate(lines(file, disk), 1):
-                at += len(line)
-                now = disk.tell() if file.name.endswith(".gz") else at
-                progress(now - before)
-                before = now
-                if not line.strip():
-                    continue
-                where = f"{file}, line {number}"
-                try:
-                    record = json.loads(decode(line, cfg.errors, where, counts, start_of_file=number == 1))
-                    text = record[cfg.text_key] if isinstance(record, dict) else None
-                except json.JSONDecodeError as e:
-                    counts["malformed lines skipped"] += 1
-                    if counts["malformed lines skipped"] > cfg.skip_bad:
-                        raise ValueError(f"{where} is no JSON ({e.msg}); mend it, "
-                                         "or skip up to N such lines with --skip_bad=N") from None
-                    continue
-                except KeyError:
-                    raise ValueError(f"{where} has no field {cfg.text_key!r}, only {sorted(record)}; "
-                                     "name it with --text_key=FIELD") from None
-                if not isinstance(text, str):
-                    raise ValueError(f"{where}: the field {cfg.text_key!r} must hold a text; "
-                                     "name another one with --text_key=FIELD")
-                try:
-                    text.encode()
-                except UnicodeEncodeError:
-                    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                    counts["documents with lone surrogates replaced"] += 1
-                yield text
-
-
-def embedded_files():
-    """The .py files of this interpreter's standard library, without tests and installed packages: text that every
-    machine has. Another Python version is another corpus, so its fingerprint is printed with every result."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    return sorted(p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
 
 
 # -----------------------------------------------------------------------------
@@ -161,6 +75,9 @@ def get_tokenizer(cfg, files):
     if cfg.vocab_size < 258:
         raise ValueError(f"--vocab_size={cfg.vocab_size}: a BPE needs at least 258 "
                          "(256 bytes, one merge, the end of text)")
+    if set(map(str, files)) & set(STDIN):
+        raise ValueError("--text=- can be read only once, and --tokenizer=bpe is trained on the text first; "
+                         "name another --tokenizer, or write the text to a file")
     try:
         import rustbpe
     except ImportError:
@@ -184,15 +101,15 @@ def get_tokenizer(cfg, files):
 def encode_all(files, cfg, tokenizer, counts):
     """Yield each document's tokens, eot_id at its end, in order; `workers` threads encode at once (tiktoken releases
     the interpreter lock). At most 4 batches a worker of about 1 MB of text, or one document, are held in memory."""
-    total, start, state = sum(f.stat().st_size for f in files) or 1, time.time(), {"done": 0, "told": 0.0}
+    total, start, state = sum(f.stat().st_size for f in files if f.exists()), time.time(), {"done": 0, "told": 0.0}
 
     def progress(n):
         state["done"] += n
         if time.time() - state["told"] > 2 and time.time() - start > 2:
             state["told"] = time.time()
-            rate = state["done"] / (time.time() - start)
-            eta = (total - state["done"]) / rate
-            print(f"tokenizing {state['done'] / total:4.0%} | {rate / 1e6:.1f} MB/s | eta {eta:.0f} s", flush=True)
+            done, rate = state["done"], state["done"] / (time.time() - start)
+            eta = f"{done / total:4.0%} | eta {(total - done) / rate:.0f} s" if total else f"{done / 1e6:.0f} MB"
+            print(f"tokenizing {eta} | {rate / 1e6:.1f} MB/s", flush=True)
 
     def batches():
         batch, size = [], 0
@@ -221,8 +138,8 @@ def encode_all(files, cfg, tokenizer, counts):
             yield from running.popleft().result()
 
 
-def build(files, cfg, out, corpus):
-    """Write the store `out`: into a folder beside it first, renamed when it is whole. Same bytes for any workers."""
+def check_out(files, cfg, out):
+    """Refuse what cannot be built, before anything is read."""
     if out.exists() and not cfg.overwrite:
         raise ValueError(f"{out} exists; give another --out, or --overwrite to replace it")
     if out.exists() and not (out / "meta.json").is_file() and (not out.is_dir() or any(out.iterdir())):
@@ -234,50 +151,53 @@ def build(files, cfg, out, corpus):
         raise ValueError(f"--val_fraction={cfg.val_fraction:g} must be at least 0 and below 1")
     if cfg.errors not in ("strict", "replace"):
         raise ValueError(f"--errors={cfg.errors} is unknown; it takes strict or replace")
-    tokenizer, counts = get_tokenizer(cfg, files), Counter()
+
+
+def build(encoded, tokenizer, counts, cfg, out, corpus):
+    """Write the store `out` from the documents' tokens: into a folder beside it first, renamed when it is whole."""
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     tmp = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     tmp.mkdir(parents=True)
     try:
         digest = {split: hashlib.blake2b(digest_size=16) for split in ("train", "val")}
-        tokens, n_docs, starts = Counter(), Counter(), []
+        tokens, starts = Counter(), {"train": array("q"), "val": array("q")}
         with open(tmp / "train.bin", "wb") as train, open(tmp / "val.bin", "wb") as val:
-            for i, doc in enumerate(encode_all(files, cfg, tokenizer, counts)):
+            for i, doc in enumerate(encoded):
                 # every 1/f-th document goes to validation: spread over the corpus, no generator, no second pass
                 split = "val" if int((i + 1) * cfg.val_fraction + 1e-9) > int(i * cfg.val_fraction + 1e-9) else "train"
-                if split == "train":
-                    starts.append(tokens["train"])
+                starts[split].append(tokens[split])
                 raw = doc.astype(dtype).tobytes()
                 (val if split == "val" else train).write(raw)
                 digest[split].update(raw)
                 tokens[split] += len(doc)
-                n_docs[split] += 1
         if not sum(tokens.values()):
-            some = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
-            raise ValueError(f"no tokens from {len(files)} files ({some}): all documents are empty")
-        if cfg.val_fraction and not n_docs["val"]:
+            some = ", ".join(map(str, cfg.text[:3])) + (", ..." if len(cfg.text) > 3 else "")
+            raise ValueError(f"no tokens from {some}: all documents are empty")
+        if cfg.val_fraction and not starts["val"]:
             # fewer than 1/f documents: the last ones that hold that share, or of a single one the end of it
-            share = int(tokens["train"] * cfg.val_fraction)
-            whole_documents = [s for s in starts[1:] if tokens["train"] - s >= share] or starts[1:]
+            all_starts, share = list(starts["train"]), int(tokens["train"] * cfg.val_fraction)
+            whole_documents = [s for s in all_starts[1:] if tokens["train"] - s >= share] or all_starts[1:]
             cut = whole_documents[-1] if whole_documents else tokens["train"] - share
             whole = np.memmap(tmp / "train.bin", dtype=dtype, mode="r")
             (tmp / "val.bin").write_bytes(whole[cut:].tobytes())
             os.truncate(tmp / "train.bin", cut * dtype().itemsize)
             tokens["val"], tokens["train"] = tokens["train"] - cut, cut
-            held = sum(s >= cut for s in starts)
+            starts = {"train": [s for s in all_starts if s < cut], "val": [s - cut for s in all_starts if s >= cut]}
+            held = len(starts["val"])
+            starts["val"] = starts["val"] or [0]
             what = f"{held} of them" if held else f"{cfg.val_fraction:.0%} of its tokens"
-            print(f"only {len(starts)} document{'s' * (len(starts) > 1)}: the last {what} are the validation split")
-            n_docs["val"], starts = max(held, 1), [s for s in starts if s < cut]
-            n_docs["train"] = len(starts)
+            print(f"only {len(all_starts)} document{'s' * (len(all_starts) > 1)}: the last {what} are the validation "
+                  "split")
         spec = json.dumps(tokenizer.spec)
         sizes = json.dumps([tokens["train"], tokens["val"]])
         content = digest["train"].hexdigest() + digest["val"].hexdigest() + spec + sizes
         fingerprint = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
-        np.save(tmp / "train.docs.npy", np.array(starts, np.int64))
+        for split in starts:
+            np.save(tmp / f"{split}.docs.npy", np.array(starts[split], np.int64))
         (tmp / "tokenizer.json").write_text(spec)
         meta = {"dtype": np.dtype(dtype).name, "tokenizer": cfg.tokenizer, "vocab_size": tokenizer.vocab_size,
-                "eot_id": tokenizer.eot_id, "tokens": {s: tokens[s] for s in ("train", "val")},
-                "documents": {s: n_docs[s] for s in ("train", "val")},
+                "eot_id": tokenizer.eot_id, "tokens": {s: tokens[s] for s in starts},
+                "documents": {s: len(starts[s]) for s in starts},
                 "corpus": corpus, "fingerprint": fingerprint, "counts": dict(counts)}
         (tmp / "meta.json").write_text(json.dumps(meta, indent=1))
         if out.exists():
@@ -285,10 +205,96 @@ def build(files, cfg, out, corpus):
         os.replace(tmp, out)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-    print(f"{out}: {tokens['train']:,} training and {tokens['val']:,} validation tokens from {n_docs['train']:,} and "
-          f"{n_docs['val']:,} documents, vocabulary {tokenizer.vocab_size}, fingerprint {fingerprint}")
+    print(f"{out}: {tokens['train']:,} training and {tokens['val']:,} validation tokens from {len(starts['train']):,} "
+          f"and {len(starts['val']):,} documents, vocabulary {tokenizer.vocab_size}, fingerprint {fingerprint}")
     for what, n in sorted(counts.items()):
-        print(f"    {what}: {n:,}")
+        print(f"    {what}: {n:,}", flush=True)
+
+
+# -----------------------------------------------------------------------------
+# the same by many processes: a part is a run of files, about equally many bytes each
+
+
+def share_of(files, job):
+    """The files of this part. Files are not cut: more parts than files leave some without work."""
+    ends = np.cumsum([f.stat().st_size for f in files], dtype=np.float64)
+    middle = (ends - [f.stat().st_size / 2 for f in files]) / max(ends[-1], 1)
+    first, last = np.searchsorted(middle, [job.part / job.parts, (job.part + 1) / job.parts])
+    return files[first:last if job.part < job.parts - 1 else None]
+
+
+def map_text(file, key, files, cfg, tokenizer):
+    """Write one part: its documents' tokens back to back, how many each has, and what was counted on the way."""
+    counts, lengths = Counter(), array("q")
+
+    def write(f):
+        for doc in encode_all(files, cfg, tokenizer, counts):
+            f.write(doc.tobytes())                      # uint32
+            lengths.append(len(doc))
+    write_atomic(file.with_suffix(".bin"), write)
+    write_atomic(file.with_suffix(".npy"), lambda f: np.save(f, np.array(lengths, np.int64)))
+    parts.finish(file, key, counts=counts)
+    print(f"{file}: {len(lengths):,} documents, {sum(lengths):,} tokens", flush=True)
+
+
+def read_parts(found):
+    """The tokens of every document of all parts, in order, as encode_all would yield them."""
+    for file, _ in found:
+        lengths = np.load(file.with_suffix(".npy"))
+        if len(lengths):
+            tokens = np.memmap(file.with_suffix(".bin"), np.uint32, "r")
+            for start, n in zip((lengths.cumsum() - lengths).tolist(), lengths.tolist()):
+                yield tokens[start:start + n]
+
+
+def make_store(files, cfg, out, corpus, job):
+    """The store `out`, or this job's part of the work. The same bytes for any number of threads, parts and ranks."""
+    check_out(files, cfg, out)
+    if job.alone:
+        tokenizer, counts = get_tokenizer(cfg, files), Counter()
+        return build(encode_all(files, cfg, tokenizer, counts), tokenizer, counts, cfg, out, corpus)
+    if set(map(str, files)) & set(STDIN):
+        raise ValueError("--text=- is one stream and has no parts; write it to files first")
+    folder = out.with_name(f"{out.name}.parts")
+    saved = hashlib.blake2b(Path(cfg.tokenizer).read_bytes()).hexdigest() if Path(cfg.tokenizer).is_file() else ""
+    key = parts.key_of([[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files], cfg.tokenizer, saved,
+                       cfg.vocab_size, cfg.text_key, cfg.errors)
+    # one tokenizer for all parts; trained on the same text it is the same, so it does not matter who is first
+    spec = folder / f"tokenizer.{key}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    if job.leads and not spec.is_file():
+        trained = json.dumps(get_tokenizer(cfg, files).spec).encode()
+        write_atomic(spec, lambda f: f.write(trained))
+    job.wait()
+    tokenizer = Tokenizer(json.loads(spec.read_text()))
+    if job.maps:
+        file = parts.part_file(folder, job)
+        if not parts.is_done(file, key):
+            map_text(file, key, share_of(files, job), cfg, tokenizer)
+    job.wait()
+    if job.reduces:
+        again = f"python data_analyze.py {' '.join(f'--text={t}' for t in cfg.text)} --out={out}"
+        found = parts.collect(folder, key, again)
+        counts = sum((Counter(info["counts"]) for _, info in found), Counter())
+        build(read_parts(found), tokenizer, counts, cfg, out, corpus)
+        shutil.rmtree(folder)
+    job.wait()
+
+
+# -----------------------------------------------------------------------------
+# the command
+
+
+def find_documents(folder, job):
+    """Make what --samples=document needs of a store from elsewhere: where its documents begin."""
+    meta, split_parts = read_meta(folder)
+    for split, files in split_parts.items():
+        file = documents_file(folder, meta, split)
+        if job.leads and files and not file.is_file():
+            starts = document_starts(files, meta["eot_id"])
+            write_atomic(file, lambda f: np.save(f, starts))
+            print(f"{file}: {len(starts):,} documents", flush=True)
+    job.wait()
 
 
 def main():
@@ -302,8 +308,10 @@ def main():
     for flag, least in (("block_size", 1), ("workers", 0), ("skip_bad", 0)):
         if getattr(cfg, flag) < least:
             raise ValueError(f"--{flag}={getattr(cfg, flag)} must be at least {least}")
+    job, folder = parts.get_job(cfg.stage, cfg.part), cfg.data or cfg.out or EMBEDDED
     if cfg.data:
-        idle = sorted(given - {"data", "block_size", "metric", "checkpoint", "show"})
+        idle = sorted(given - {"data", "block_size", "samples", "metric", "checkpoint", "show", "workers", "stage",
+                               "part"})
         if idle:
             raise ValueError(f"--data analyses an existing store, where --{idle[0]} has no effect; "
                              "a new store is made with --text and --out")
@@ -311,15 +319,20 @@ def main():
     elif cfg.text:
         if not cfg.out:
             raise ValueError("--text needs a folder to write: --out=data/NAME")
-        build(text_files(cfg.text), cfg, Path(cfg.out), "")
+        make_store(text_files(cfg.text), cfg, Path(cfg.out), "", job)
     else:
         cfg.errors = "replace" if "errors" not in given else cfg.errors
-        build(embedded_files(), cfg, Path(cfg.out or EMBEDDED), f"standard library of Python {sys.version.split()[0]}")
-    folder = cfg.data or cfg.out or EMBEDDED
+        make_store(embedded_files(), cfg, Path(folder), f"standard library of Python {sys.version.split()[0]}", job)
+    if not cfg.data and job.stage:      # the parts of a text that is being read are no parts of its columns
+        if job.stage == "map":
+            return
+        job = parts.Job()
+    if cfg.samples == "document":
+        find_documents(folder, job)
     if metrics and not cfg.show:
-        analyze(folder, cfg.block_size, metrics, cfg.checkpoint)
-    if cfg.show:
-        show(folder, cfg.block_size, metrics)
+        analyze(folder, cfg.block_size, metrics, cfg.checkpoint, cfg.samples, cfg.workers, job)
+    if cfg.show and job.reduces:
+        show(folder, cfg.block_size, metrics, cfg.samples)
 
 
 if __name__ == "__main__":

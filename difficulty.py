@@ -1,47 +1,85 @@
 """Difficulty: one number a sample, by which a curriculum orders the data; computed offline, kept beside the store.
 
-A column is T<block_size>/<metric>.npy, one number a sample, with the fingerprint of its data beside it in a .json. A
-metric of your own is a function (tokens (N, T), mask (N, T)) -> (N,) in a file of yours.
+A column is T<block_size>/<metric>.npy, one number a sample; <metric>.rank.npy, each sample's place in the sorted order;
+and <metric>.json with the fingerprint of the data. Samples are worked on in chunks that never depend on the number of
+threads or parts, so neither does a byte of the result. A metric of your own is a function (tokens (N, T), mask (N, T))
+-> (N,) in a file of yours.
 
 Paper: arXiv 2212.03597 section 3.1. Run:  python data_analyze.py --data=data/mine --metric=voc,zlib,my.py:syllables
 """
+import hashlib
 import json
+import os
+import shutil
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from curriculum import load_function
-from data import Store, load_tokenizer, write_atomic
+import parts
+from curriculum import load_function, ranks
+from data import Store, write_atomic
+from tokenizer import load_tokenizer
 
-CHUNK = 1 << 22     # tokens in flight
+CHUNK = 1 << 22     # tokens in flight in a thread
 
 
-def unigram_surprise(parts, vocab_size):
-    """-ln p of every token id, (V,) float64: p = count / total over all `parts`, zero counts taken as 1 first."""
+def unigram_surprise(splits, vocab_size, workers=1):
+    """-ln p of every token id, (V,) float64: p = count / total over all `splits`, zero counts taken as 1 first."""
+    def count(chunk):
+        counts = np.bincount(chunk, minlength=vocab_size)
+        if len(counts) > vocab_size:
+            raise ValueError(f"a token {len(counts) - 1} lies outside the vocabulary of {vocab_size}; "
+                             "make the data again")
+        return counts
     counts = np.zeros(vocab_size, np.int64)
-    for tokens in parts:
-        for i in range(0, len(tokens), CHUNK):
-            chunk = np.bincount(tokens[i:i + CHUNK], minlength=vocab_size)
-            if len(chunk) > vocab_size:
-                raise ValueError(f"a token {len(chunk) - 1} lies outside the vocabulary of {vocab_size}; "
-                                 "make the data again")
-            counts += chunk
+    with ThreadPoolExecutor(workers) as pool:
+        for c in pool.map(count, (t[i:i + CHUNK] for t in splits for i in range(0, len(t), CHUNK))):
+            counts += c
     counts[counts == 0] = 1
     return -np.log(counts / counts.sum())
 
 
-def voc(store):
+# Each metric is made ready for a store, which may take a pass over it, and is then a function of a range of samples,
+# (first, last) -> (last - first,) numbers, that threads may call at once.
+
+
+def voc(store, workers):
     """Vocabulary rarity: the sum over a sample's inputs of -ln p(token), p over the whole training split (2212.03597
-    section 3.1). Two passes, about 100M tokens/s a core. The paper's metric for text: rare words are seen late."""
-    surprise = unigram_surprise(store.tokens, store.meta["vocab_size"])
-    # clip: the count has checked the range, and a look-up that does not check it again takes half the time
+    section 3.1). Two passes, over 100M tokens/s a core. The paper's metric for text: rare words are seen late."""
+    surprise = unigram_surprise(store.tokens, store.meta["vocab_size"], workers)
     per = max(1, (1 << 16) // store.block_size)         # what fits a core's cache
-    return np.concatenate([surprise.take(x, mode="clip").sum(1) for x in store.inputs(per)])    # (k, T) -> (k,)
+
+    def sums(first, last):
+        x, mask = store.inputs(first, last)                                             # (k, T), (k, T) or None
+        out = np.empty(len(x))
+        for i in range(0, len(x), per):
+            # clip: the count has checked the range, and a look-up that does not check it again takes half the time
+            rare = surprise.take(x[i:i + per], mode="clip")
+            out[i:i + per] = (rare if mask is None else rare * mask[i:i + per]).sum(1)                      # (k,)
+        return out
+    return sums
 
 
-def text_zlib(store):
+def seqlen(store, workers):
+    """Tokens of a document sample that are no padding, cut at block_size: short documents first. Costs nothing; what it
+    saves is padding, since a batch is only as long as its longest row."""
+    if store.lengths is None:
+        raise ValueError("--metric=seqlen: windows are all equally long; it needs --samples=document")
+    return lambda first, last: store.lengths[first:last]
+
+
+def seqlen_voc(store, workers):
+    """Length, and rarity among samples of one length, as one number: seqlen + voc / (more than any voc). In a pace by
+    value its limits are lengths."""
+    length, rarity = seqlen(store, workers), voc(store, workers)
+    most = store.block_size * np.log(sum(map(len, store.tokens)) + store.meta["vocab_size"]) + 1    # p >= 1 / total
+    return lambda first, last: length(first, last) + rarity(first, last) / most
+
+
+def text_zlib(store, workers):
     """Compressed bytes / raw bytes of the sample's text (zlib, level 6): repetitive text is easy. About 5M tokens/s a
     core. Reported to order better than rarity (arXiv 2506.11300). Needs the store's tokenizer."""
     tokenizer = load_tokenizer(store.folder)
@@ -52,7 +90,11 @@ def text_zlib(store):
     def ratio(x):
         raw = tokenizer.decode(x).encode()
         return len(zlib.compress(raw)) / max(1, len(raw))
-    return np.array([ratio(x) for part in store.inputs(1024) for x in part])
+
+    def ratios(first, last):
+        x, mask = store.inputs(first, last)
+        return np.array([ratio(row if mask is None else row[m]) for row, m in zip(x, x if mask is None else mask)])
+    return ratios
 
 
 def reference_loss(store, checkpoint):
@@ -73,59 +115,107 @@ def reference_loss(store, checkpoint):
     model = GPT(store.meta["vocab_size"], **shape)
     model.load_state_dict(saved["model"])
     model.to(device).eval()
-    per, out = max(1, 8192 // store.block_size), np.empty(store.n_samples)
-    with torch.no_grad():
-        for i in range(0, store.n_samples, per):
-            rows = torch.from_numpy(store.rows(np.arange(i, min(i + per, store.n_samples)))).to(device)     # (k, T+1)
-            out[i:i + per] = model(rows[:, :-1], rows[:, 1:], reduction="none").view(len(rows), -1).mean(1).cpu()
-    return out
+    per = max(1, 8192 // store.block_size)
+
+    @torch.no_grad()
+    def losses(first, last):
+        out = np.empty(last - first)
+        for i in range(first, last, per):
+            rows = torch.from_numpy(store.rows(np.arange(i, min(i + per, last)))).to(device)            # (k, T+1)
+            loss = model(rows[:, :-1].clamp(min=0), rows[:, 1:], reduction="none").view(len(rows), -1)
+            out[i - first:i - first + per] = (loss.sum(1) / (rows[:, 1:] >= 0).sum(1)).cpu()            # (k,)
+        return out
+    return losses
 
 
-METRICS = {"voc": voc, "zlib": text_zlib, "loss": reference_loss}
+def own(store, metric):
+    """The user's FILE.py:FUNCTION, called with up to 1,024 samples at a time."""
+    f = load_function(metric)
+
+    def values(first, last):
+        out = []
+        for i in range(first, last, 1024):
+            x, mask = store.inputs(i, min(i + 1024, last))
+            try:
+                v = np.asarray(f(x, np.ones(x.shape, bool) if mask is None else mask), np.float64)
+            except (TypeError, ValueError) as e:
+                raise ValueError(f"--metric={metric} failed ({e}); it must be a function of (tokens (N, T) integers, "
+                                 "mask (N, T) booleans) that returns (N,) numbers") from e
+            if v.shape != (len(x),):
+                raise ValueError(f"--metric={metric} returned shape {v.shape} for tokens {x.shape}; "
+                                 f"it must be ({len(x)},)")
+            out.append(v)
+        return np.concatenate(out)
+    return values
 
 
-def compute(store, metric, checkpoint=""):
-    """(N,) difficulties by a name in METRICS or the user's own FILE.py:FUNCTION(tokens (N, T), mask (N, T)) -> (N,)."""
-    if metric == "loss":
-        return reference_loss(store, checkpoint)
-    if metric in METRICS:
-        return METRICS[metric](store)
-    if metric.rpartition(":")[2] in METRICS:
-        raise ValueError(f"--metric={metric} would replace the column of the built-in metric; rename your function")
-    f, values = load_function(metric), []
-    for x in store.inputs(1024):
-        try:
-            v = np.asarray(f(x, np.ones(x.shape, bool)), np.float64)
-        except (TypeError, ValueError) as e:
-            raise ValueError(f"--metric={metric} failed ({e}); it must be a function of (tokens (N, T) integers, "
-                             "mask (N, T) booleans) that returns (N,) numbers") from e
-        if v.shape != (len(x),):
-            raise ValueError(f"--metric={metric} returned shape {v.shape} for tokens {x.shape}; it must be ({len(x)},)")
-        values.append(v)
-    return np.concatenate(values)
+METRICS = {"voc": voc, "seqlen": seqlen, "seqlen_voc": seqlen_voc, "zlib": text_zlib, "loss": reference_loss}
 
 
-def analyze(folder, block_size, metrics, checkpoint=""):
-    """Write T<block_size>/<metric>.npy with its .json beside it, each whole or not at all."""
-    store = Store(folder, "train", block_size)
-    (Path(folder) / f"T{block_size}").mkdir(exist_ok=True)
+def compute(store, metric, checkpoint="", workers=1, job=None):
+    """This job's share of the difficulties, (n,), by a name in METRICS or the user's own FILE.py:FUNCTION."""
+    if metric not in METRICS:
+        if metric.rpartition(":")[2] in METRICS:
+            raise ValueError(f"--metric={metric} would replace the column of the built-in metric; rename your function")
+        f, threads = own(store, metric), 1              # who writes a function need not think of threads
+    elif metric == "loss":
+        f, threads = reference_loss(store, checkpoint), 1
+    else:
+        f, threads = METRICS[metric](store, workers), workers
+    step = max(1, CHUNK // store.block_size)
+    starts = (job or parts.Job()).share(-(-store.n_samples // step))
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(lambda i: f(i * step, min((i + 1) * step, store.n_samples)), starts))
+    return np.concatenate(found) if found else np.empty(0)
+
+
+def write_column(store, metric, values, seconds):
+    """The three files of a column, each whole or not at all, the .json last."""
+    base = store.columns / metric.rpartition(":")[2]
+    if not np.isfinite(values).all():
+        raise ValueError(f"--metric={metric} is not finite for sample {int(np.argmin(np.isfinite(values)))}")
+    store.columns.mkdir(exist_ok=True)
+    write_atomic(f"{base}.npy", lambda f: np.save(f, values))
+    write_atomic(f"{base}.rank.npy", lambda f: np.save(f, ranks(values)))
+    info = {"metric": base.name, "block_size": store.block_size, "samples": len(values),
+            "fingerprint": store.meta["fingerprint"]}
+    write_atomic(f"{base}.json", lambda f: f.write(json.dumps(info).encode()))
+    quartiles = " ".join(f"{v:.4g}" for v in np.quantile(values, [0, .25, .5, .75, 1]))
+    print(f"{base}.npy: {len(values):,} samples in {seconds:.1f} s; quartiles {quartiles}", flush=True)
+
+
+def analyze(folder, block_size, metrics, checkpoint="", samples="window", workers=0, job=None):
+    """Make the columns of `metrics`, or this job's part of them."""
+    job, workers = job or parts.Job(), workers or os.cpu_count()
+    store = Store(folder, "train", block_size, samples)
     for metric in metrics:
-        name = metric.rpartition(":")[2]
-        start, base = time.time(), Path(folder) / f"T{block_size}" / name
-        values = compute(store, metric, checkpoint)
-        if not np.isfinite(values).all():
-            raise ValueError(f"--metric={metric} is not finite for sample {int(np.argmin(np.isfinite(values)))}")
-        write_atomic(base.with_suffix(".npy"), lambda f: np.save(f, values))
-        info = {"metric": name, "block_size": block_size, "samples": len(values),
-                "fingerprint": store.meta["fingerprint"]}
-        write_atomic(base.with_suffix(".json"), lambda f: f.write(json.dumps(info).encode()))
-        quartiles = " ".join(f"{v:.4g}" for v in np.quantile(values, [0, .25, .5, .75, 1]))
-        print(f"{base}.npy: {len(values):,} samples in {time.time() - start:.1f} s; quartiles {quartiles}")
+        start = time.time()
+        if job.alone:
+            write_column(store, metric, compute(store, metric, checkpoint, workers), time.time() - start)
+            continue
+        code = checkpoint if metric == "loss" else metric.rpartition(":")[0]
+        code = hashlib.blake2b(Path(code).read_bytes()).hexdigest() if code and Path(code).is_file() else ""
+        key = parts.key_of(store.meta["fingerprint"], metric, block_size, samples, code)
+        folder_of_parts = store.columns / f"{metric.rpartition(':')[2]}.parts"
+        if job.maps:
+            file = parts.part_file(folder_of_parts, job)
+            if not parts.is_done(file, key):
+                values = compute(store, metric, checkpoint, workers, job)
+                write_atomic(file.with_suffix(".npy"), lambda f: np.save(f, values))
+                parts.finish(file, key)
+        job.wait()
+        if job.reduces:
+            again = (f"python data_analyze.py --data={folder} --block_size={block_size} --samples={samples} "
+                     f"--metric={metric}")
+            values = [np.load(file.with_suffix(".npy")) for file, _ in parts.collect(folder_of_parts, key, again)]
+            write_column(store, metric, np.concatenate([v for v in values if len(v)]), time.time() - start)
+            shutil.rmtree(folder_of_parts)
+        job.wait()
 
 
-def show(folder, block_size, metrics):
+def show(folder, block_size, metrics, samples="window"):
     """Print each column's quantiles and its easiest and hardest samples as text, and draw its histogram."""
-    store, tokenizer = Store(folder, "train", block_size), load_tokenizer(folder)
+    store, tokenizer = Store(folder, "train", block_size, samples), load_tokenizer(folder)
     for name in (m.rpartition(":")[2] for m in metrics):
         values = store.column(name)
         marks = (0, 1, 10, 25, 50, 75, 90, 99, 100)
@@ -134,12 +224,13 @@ def show(folder, block_size, metrics):
         for label, ids in (("easiest", order[:3]), ("hardest", order[::-1][:3])):
             for i in ids:
                 x = store.rows([i])[0, :-1]
+                x = x[x >= 0]
                 text = tokenizer.decode(x) if tokenizer else " ".join(map(str, x))
                 print(f"    {label}: sample {i}, {values[i]:.5g}: {text[:160]!r}")
         import matplotlib
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
-        file = Path(folder) / f"T{block_size}" / f"{name}.png"
+        file = store.columns / f"{name}.png"
         plt.figure(figsize=(5, 3), layout="constrained")
         plt.hist(values, bins=100)
         plt.gca().set(xlabel=name, ylabel="samples")

@@ -67,15 +67,15 @@ class Plan:
     rows: np.ndarray        # rows a step (reshape makes several of a sample)
     tokens: np.ndarray      # tokens with a loss
     lr: np.ndarray          # learning rate
-    spent: dict             # "sampled" (tokens drawn), "tokens" (with a loss), "layer_tokens" -> running sum
-    admitted: np.ndarray    # (N,) admission step of every sample, or None: all at once
+    spent: dict             # "sampled" (tokens drawn), "tokens" (with a loss), "layer_tokens" (padding too) -> sums
+    sampler: curriculum.Sampler     # the ids of every step; None where the data are not at hand
 
 
 def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seqlen, seqlen_multiple, ltd, ltd_multiple,
               learning_rate, min_lr, warmup_tokens, decay_tokens, lr_decay, lr_unit, pool_order="easy_first", seed=0,
-              column=None, n_samples=0):
-    """The Plan for train.py's flags of the same names. column(metric) -> (N,) difficulties of the n_samples samples;
-    without it (the data are elsewhere) the pool stays unknown. Raises ValueError for settings that make no run."""
+              store=None):
+    """The Plan for train.py's flags of the same names. store: the training split (data.Store); without it (the data are
+    elsewhere) the pool stays unknown. Raises ValueError for settings that make no run."""
     T, B = block_size, global_batch
     counted = "layer_tokens", "tokens", "steps"
     check(budget=(budget, counted), lr_unit=(lr_unit, (*counted, "")))
@@ -98,18 +98,33 @@ def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seq
         if pace and not pace.percent and not 1 <= pace.start <= pace.end <= T:
             raise ValueError(f"{flag} must stay within 1..{T} (--block_size)")
 
-    plain_steps = -(-train_tokens // (B * T))
-    n, n_ltd = plain_steps, n_layer - 2 if drop else 0
+    plain_steps, lengths = -(-train_tokens // (B * T)), None if store is None else store.lengths
+    if lengths is not None:
+        if mode == "reshape":
+            raise ValueError(f"--seqlen={seqlen}: reshape cuts windows; with --samples=document take truncate")
+        if pools or seq or drop:        # how long a plain run over documents is, only a plain plan can say
+            plain_steps = make_plan(train_tokens, budget, B, T, n_layer, ["off"], "off", 1, "off", 1, 0, 0, "0", "0",
+                                    "constant", "", seed=seed, store=store).steps
+    n, n_ltd, sampler = plain_steps, n_layer - 2 if drop else 0, None
     while True:     # techniques make steps cheaper, so the budget lasts for more: how many shows when it is spent
         t = np.arange(n)
         length = seq.at(t, plain_steps, seqlen_multiple, T) if seq else np.full(n, T)
+        sampled = np.full(n, B * T)
+        tokens = sampled if mode == "reshape" else B * length
+        if lengths is not None:
+            sampler = make_sampler(store, pools, pool_order, n, plain_steps, B, seed)
+            tokens = np.empty(n, np.int64)
+            for i in range(n):          # rows are as long as the longest one drawn, rounded up to a multiple of 8
+                real = lengths[sampler.ids(i)]
+                length[i] = min(length[i], -(-int(real.max()) // 8) * 8)
+                sampled[i], tokens[i] = real.sum(), np.minimum(real, length[i]).sum()
         keep = np.minimum(drop.at(t, plain_steps, ltd_multiple, T), length) if drop else length
         rows = B * -(-T // length) if mode == "reshape" else np.full(n, B)
-        tokens = np.full(n, B * T) if mode == "reshape" else B * length
         layer_tokens = rows * effective_length(length, keep, n_layer, n_ltd)
-        spent = {"sampled": np.full(n, B * T), "tokens": tokens, "layer_tokens": layer_tokens}
+        spent = {"sampled": sampled, "tokens": tokens, "layer_tokens": layer_tokens}
         spent = {k: np.append(0, v.cumsum()) for k, v in spent.items()}
-        units = spent | {"steps": spent["sampled"]}                     # a step counts what a plain step would
+        # a step counts what a plain step would
+        units = spent | {"steps": np.arange(n + 1) * (B * T if lengths is None else -(-train_tokens // plain_steps))}
         if units[budget][-1] >= train_tokens:
             break
         n *= 2
@@ -120,14 +135,22 @@ def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seq
         raise ValueError(f"--decay_tokens={decay_tokens} leaves nothing to decay over; "
                          "for a level rate give --lr_decay=constant")
     lr = lr_at(units[lr_unit or budget][1:steps + 1], learning_rate, min_lr, warmup, decay, lr_decay)
-    t, admitted, size = np.arange(steps), None, np.full(steps, n_samples)
-    if column and pools:
-        values = curriculum.reorder([column(p.name) for p in pools], pools, pool_order, seed)
-        admitted = curriculum.admission_steps(values, pools, steps, plain_steps)
-        level, count = np.unique(admitted, return_counts=True)
-        size = count.cumsum()[np.searchsorted(level, t, side="right") - 1]
+    t = np.arange(steps)
+    if store is not None and sampler is None:
+        sampler = make_sampler(store, pools, pool_order, steps, plain_steps, B, seed)
+    size = sampler.pool_size(t) if sampler else np.zeros(steps, int)
     return Plan(steps, plain_steps, mode, {p.name: p.limit(t, plain_steps) for p in pools}, size, length[:steps],
-                keep[:steps], rows[:steps], tokens[:steps], lr, {k: v[:steps + 1] for k, v in spent.items()}, admitted)
+                keep[:steps], rows[:steps], tokens[:steps], lr, {k: v[:steps + 1] for k, v in spent.items()}, sampler)
+
+
+def make_sampler(store, pools, pool_order, n_steps, plain_steps, global_batch, seed):
+    """The Sampler over a store's samples under these pools. A pace by percentile reads ranks, one by value values."""
+    admitted = None
+    if pools:
+        columns = [store.column(p.name, ranked=p.percent) for p in pools]
+        columns = curriculum.reorder(columns, pools, pool_order, seed)
+        admitted = curriculum.admission(columns, pools, n_steps, plain_steps)
+    return curriculum.Sampler(store.n_samples, global_batch, seed, admitted)
 
 
 def print_plan(p, plot=False):
@@ -141,7 +164,9 @@ def print_plan(p, plot=False):
         print(f"{t:>8} {limits} {p.pool[t] or '-':>10} {p.length[t]:>7} {p.keep[t]:>6} {p.rows[t]:>6} "
               f"{sums} {p.lr[t]:>9.3g}")
     print(f"---\nsteps: {p.steps}\nplain_steps: {p.plain_steps}\ntokens_sampled: {p.spent['sampled'][-1]}\n"
-          f"tokens_with_loss: {p.spent['tokens'][-1]}\nlayer_tokens: {p.spent['layer_tokens'][-1]}")
+          f"tokens_with_loss: {p.spent['tokens'][-1]}\n"
+          f"tokens_cut_off: {p.spent['sampled'][-1] - p.spent['tokens'][-1]}\n"
+          f"layer_tokens: {p.spent['layer_tokens'][-1]}")
     if plot:
         import matplotlib
         matplotlib.use("Agg")

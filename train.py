@@ -33,11 +33,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import curriculum
 import data
+import ds_config
 import ltd
+from flags import parse_flags, run_command
 from model import GPT, SIZES, forward_flops
 from output import (append_line, device_name, git_hash, newest_checkpoint, peak_flops, plot_loss, print0,
                     prune_checkpoints, read_log, save_checkpoint, start_wandb, wandb_log)
 from plan import make_plan, print_plan
+from tokenizer import load_tokenizer
 
 EMBEDDED = "data/stdlib"
 
@@ -46,6 +49,7 @@ EMBEDDED = "data/stdlib"
 class Config:
     # data
     data: str = ""              # store made by data_analyze.py; empty = the embedded corpus, built when first needed
+    samples: str = "window"     # window (of the token stream) or document (one a sample, cut or padded to block_size)
     # model
     model: str = ""             # named size (gpt2, gpt2-medium, gpt3-1.3b, ...); flags given beside it win
     n_layer: int = 6            # layers
@@ -99,6 +103,7 @@ class Config:
     stop_step: int = 0          # save and end at this step, horizons unchanged; 0 = run to the end
     trace: str = ""             # write one JSON line a step and rank to this file
     wandb: bool = False         # also log to Weights & Biases (offline without a key)
+    ds_config: str = ""         # a DeepSpeed JSON file: its data_efficiency section, as flags; those given here win
     # instead of training
     plan: bool = False          # print the plan and end
     plot: bool = False          # with --plan: draw it to plan.png
@@ -114,7 +119,7 @@ POOL = ["voc:30%..100%:40%:sqrt"]
 GPU_SIZE = dict(n_layer=12, n_head=8, n_embd=512, global_batch=64, batch_size=64,
                 train_tokens=40_000_000, learning_rate=1e-3)
 # flags that belong to one call of the command, and those that a resumed run may change: neither touches plan or numbers
-CALL = {"out", "resume", "overwrite", "stop_step", "trace", "plan", "plot", "sample"}
+CALL = {"out", "resume", "overwrite", "stop_step", "trace", "plan", "plot", "sample", "ds_config"}
 FREE = CALL | {"data", "device", "batch_size", "compile", "recompute", "eval_interval", "save_interval", "log_interval",
                "keep_ckpts", "ltd_kernel", "dist_timeout", "wandb", "prompt", "max_new_tokens", "temperature", "top_k"}
 
@@ -178,6 +183,9 @@ def settle(cfg, given, device):
         if cfg.model not in SIZES:
             raise ValueError(f"--model={cfg.model} is unknown; it takes {', '.join(SIZES)}")
         size = dict(zip(("n_layer", "n_embd", "n_head", "block_size", "init_std"), SIZES[cfg.model]))
+        if "n_layer" in given and cfg.n_layer != size["n_layer"]:
+            raise ValueError(f"--model={cfg.model} has {size['n_layer']} layers, not {cfg.n_layer}; leave out --model, "
+                             "or --n_layer (with --ds_config: total_layer_num)")
     elif device != "cpu" and not given & {"n_layer", "n_head", "n_embd"}:
         size = GPU_SIZE
         print0(f"default size for a GPU: {GPU_SIZE}")
@@ -201,18 +209,19 @@ def resumed(cfg, given, path, saved):
 def plan_of(cfg, store):
     """The Plan of a Config. store: the training split, or None where the data are elsewhere."""
     flags = {name: getattr(cfg, name) for name in inspect.signature(make_plan).parameters if hasattr(cfg, name)}
-    return make_plan(**flags, column=store and store.column, n_samples=store.n_samples if store else 0)
+    return make_plan(**flags, store=store)
 
 
 def ensure_embedded(cfg):
     """Make what is missing of the embedded corpus, its tokens or this block size's difficulties, by the offline
     command: local rank 0 does, before there is a process group, and the others wait for the last file."""
-    meta, last = Path(EMBEDDED) / "meta.json", Path(EMBEDDED) / f"T{cfg.block_size}" / "voc.json"
+    folder = f"T{cfg.block_size}" + "-documents" * (cfg.samples == "document")
+    meta, last = Path(EMBEDDED) / "meta.json", Path(EMBEDDED) / folder / "voc.json"
     if meta.is_file() and (last.is_file() or cfg.pool == ["off"]):
         return
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         what = [f"--data={EMBEDDED}"] if meta.is_file() else []
-        command = ["data_analyze.py", *what, f"--block_size={cfg.block_size}"]
+        command = ["data_analyze.py", *what, f"--block_size={cfg.block_size}", f"--samples={cfg.samples}"]
         print0(f"making the embedded corpus: python {' '.join(command)}")
         here = Path(__file__).resolve().parent
         if subprocess.run([sys.executable, str(here / command[0]), *command[1:]]).returncode and not last.is_file():
@@ -229,7 +238,9 @@ def ensure_embedded(cfg):
 
 
 def main():
-    cfg, given = data.parse_flags(Config, sys.argv[1:], __doc__.splitlines()[0])
+    cfg, given = parse_flags(Config, sys.argv[1:], __doc__.splitlines()[0])
+    if cfg.ds_config:
+        cfg, given = parse_flags(Config, ds_config.command_line(cfg, given), "")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if cfg.sample and not cfg.resume:
         raise ValueError("--sample prints text from a checkpoint: give --resume and the run's --out=FOLDER")
@@ -251,19 +262,19 @@ def main():
     if not found:
         cfg.dtype = dtype
     if cfg.plan:
-        store = data.Store(cfg.data, "train", cfg.block_size) if Path(cfg.data).is_dir() else None
+        store = data.Store(cfg.data, "train", cfg.block_size, cfg.samples) if Path(cfg.data).is_dir() else None
         return print_plan(plan_of(cfg, store), cfg.plot)
 
     # everything that can be refused is refused here, before anything is written
     if cfg.data == EMBEDDED:
         ensure_embedded(cfg)
-    store = data.Store(cfg.data, "train", cfg.block_size)
+    store = data.Store(cfg.data, "train", cfg.block_size, cfg.samples)
     fingerprint = store.meta["fingerprint"]
     if found and checkpoint["fingerprint"] != fingerprint:
         raise ValueError(f"{path} was trained on other data ({checkpoint['fingerprint']}) than {cfg.data} "
                          f"({fingerprint}); give its --data=FOLDER")
     plan = plan_of(cfg, store)
-    tokenizer = data.load_tokenizer(cfg.data)
+    tokenizer = load_tokenizer(cfg.data)
     out = Path(cfg.out)
     if ((out / "log.jsonl").exists() or list(out.glob("ckpt_*.pt"))) and not cfg.resume and not cfg.overwrite:
         raise ValueError(f"--out={out} holds a run already: --resume continues it, --overwrite deletes it, "
@@ -360,11 +371,10 @@ def main():
             wandb_log(run, record)
 
     # the data: every rank draws the global batch and takes its share, so that ranks agree without talking
-    sampler = curriculum.Sampler(store.n_samples, cfg.global_batch, cfg.seed, plan.admitted)
     first, last = cfg.global_batch * rank // world, cfg.global_batch * (rank + 1) // world
 
     def make_batch(step):
-        ids = sampler.ids(step)[first:last]
+        ids = plan.sampler.ids(step)[first:last]
         cut = curriculum.reshape if plan.mode == "reshape" else curriculum.truncate
         x, y = cut(store.rows(ids), int(plan.length[step]))                         # (b, T+1) -> (b*pieces, L) twice
         pieces = len(x) // len(ids)
@@ -493,8 +503,9 @@ def main():
             print(f"\n{sample()}\n")
         memory = {} if device == "cpu" else {"peak_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20)}
         result = dict(val_loss="not evaluated" if stop else f"{val_loss:.4f}", tokens_sampled=spent["sampled"],
-                      tokens_with_loss=spent["tokens"], layer_tokens=spent["layer_tokens"], seconds=f"{seconds:.1f}",
-                      steps=f"{step} of {plan.steps}", skipped=skipped, **memory, corpus=fingerprint, out=out)
+                      tokens_with_loss=spent["tokens"], tokens_cut_off=spent["sampled"] - spent["tokens"],
+                      layer_tokens=spent["layer_tokens"], seconds=f"{seconds:.1f}", steps=f"{step} of {plan.steps}",
+                      skipped=skipped, **memory, corpus=fingerprint, out=out)
         print("---\n" + "\n".join(f"{key}: {value}" for key, value in result.items()), flush=True)
     if world > 1:
         dist.barrier()
@@ -503,4 +514,4 @@ def main():
 
 
 if __name__ == "__main__":
-    data.run_command(main)
+    run_command(main)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +65,16 @@ def joined(records):
 def write_jsonl(path, documents):
     path.write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
     return path
+
+
+def make_store(folder, train, vocab=257, fingerprint="f", dtype="uint16", lengths=None):
+    """A store of these tokens, written by hand; lengths: of its documents, end marks included."""
+    folder.mkdir(parents=True, exist_ok=True)
+    np.asarray(train, dtype).tofile(folder / "train.bin")
+    (folder / "meta.json").write_text(json.dumps({"dtype": dtype, "vocab_size": vocab, "eot_id": 0, "tokens": {"train": len(train), "val": 0}, "fingerprint": fingerprint}))
+    if lengths is not None:
+        np.save(folder / "train.docs.npy", np.cumsum(lengths) - lengths)
+    return folder
 
 
 @pytest.fixture(scope="session")

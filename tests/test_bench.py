@@ -2,7 +2,6 @@
 import json
 
 import pytest
-
 from conftest import OFF, ON, ROOT, TINY, command, ok, refused, train
 
 

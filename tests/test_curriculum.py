@@ -1,8 +1,11 @@
 """curriculum.py: golden values of the published formulas, and the promises of the sampler."""
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from curriculum import NEVER, Pace, Sampler, admission, admission_steps, pace, reorder, reshape, truncate
+import curriculum
+from curriculum import NEVER, Pace, Sampler, admission, pace, ranks, reorder, reshape, truncate
 
 GOLDEN = [  # (steps, start, end, duration, root, multiple, limits)
     ([0, 6, 7, 25, 50, 75, 99, 100, 200], 8, 128, 100, 1, 8, [8, 8, 16, 32, 64, 96, 120, 128, 128]),
@@ -65,7 +68,7 @@ def test_discrete_levels_hold_up_to_and_with_their_last_step():
 def test_pool_order_turns_the_difficulties_round_or_deals_them_anew():
     values, p = np.arange(10.), [Pace.parse("m:10%..100%:9")]
     def first(order, seed=0):
-        return np.flatnonzero(admission_steps(reorder([values], p, order, seed), p, 10, 10) == 0).tolist()
+        return np.flatnonzero(admission(reorder([ranks(values)], p, order, seed), p, 10, 10) == 0).tolist()
     assert first("easy_first") == [0] and first("hard_first") == [9]
     assert len({tuple(first("random", s)) for s in range(20)}) > 3 and first("random", 5) == first("random", 5)
     with pytest.raises(ValueError, match="percentile"):
@@ -84,16 +87,16 @@ VALUES = np.array([3, 1, 2, 3, 1, 1, 2, 5, 5, 4])
 
 
 def test_admission_by_value_is_metric_at_most_limit():
-    got = admission(VALUES, Pace.parse("m:1..5:4"), 6, 6)           # limits 1 2 3 4 5 5
+    got = admission([VALUES], [Pace.parse("m:1..5:4")], 6, 6)           # limits 1 2 3 4 5 5
     assert got.tolist() == (VALUES - 1).tolist()
-    assert admission(VALUES, Pace.parse("m:1..3:2"), 6, 6)[7] == NEVER
+    assert admission([VALUES], [Pace.parse("m:1..3:2")], 6, 6)[7] == NEVER
     for value, ids in {1: [1, 4, 5], 2: [2, 6], 3: [0, 3], 4: [9], 5: [7, 8]}.items():
         assert np.flatnonzero(got == value - 1).tolist() == ids
 
 
 def test_admission_by_percentile_is_the_easiest_share_with_ties_by_id():
     p = Pace.parse("m:1%..100%:99")
-    got = admission(VALUES, p, 100, 100)
+    got = admission([ranks(VALUES)], [p], 100, 100)
     order = np.argsort(VALUES, kind="stable")
     for t in range(100):
         size = max(1, -(-len(VALUES) * int(p.limit(t, 100)) // 100))
@@ -104,7 +107,7 @@ def test_several_metrics_admit_the_intersection_and_pools_are_nested():
     """N09: thresholds 16 and 50 % together equal the set intersection computed by hand."""
     r = np.random.default_rng(0)
     a, b = r.integers(0, 32, 500), r.normal(size=500)
-    steps = admission_steps([a, b], [Pace.parse("a:4..16:10"), Pace.parse("b:20%..50%:10:sqrt")], 20, 20)
+    steps = admission([a, ranks(b)], [Pace.parse("a:4..16:10"), Pace.parse("b:20%..50%:10:sqrt")], 20, 20)
     before = set()
     for t in range(20):
         in_a = {i for i in range(500) if a[i] <= pace(t, 4, 16, 10)}
@@ -117,9 +120,9 @@ def test_several_metrics_admit_the_intersection_and_pools_are_nested():
 
 def test_an_empty_first_pool_is_refused_with_limit_and_easiest_value():
     with pytest.raises(ValueError, match="begins at 1, the easiest sample has 3"):
-        admission_steps([np.array([3, 4])], [Pace.parse("m:1..5:9")], 10, 10)
+        admission([np.array([3, 4])], [Pace.parse("m:1..5:9")], 10, 10)
     with pytest.raises(ValueError, match="no finite m"):
-        admission_steps([np.array([3, np.nan])], [Pace.parse("m:1..5:9")], 10, 10)
+        admission([np.array([3, np.nan])], [Pace.parse("m:1..5:9")], 10, 10)
 
 
 def test_each_pass_hands_out_every_admitted_sample_exactly_once():
@@ -181,3 +184,96 @@ def test_reshape_keeps_every_token_and_label_once(length):
     real = y >= 0
     assert x[real].tolist() == rows[:, :-1].ravel().tolist() and y[real].tolist() == rows[:, 1:].ravel().tolist()
     assert (x[~real] == 0).all()
+
+
+# -----------------------------------------------------------------------------
+# random curricula
+
+
+@st.composite
+def curricula(draw):
+    """(columns, paces, brute): one to three metrics over up to 60 samples, whole or fractional values with many ties; brute(t) is the pool by definition."""
+    n, rng = draw(st.integers(1, 60)), np.random.default_rng(draw(st.integers(0, 2**32)))
+    columns, paces, tests = [], [], []
+    for _ in range(draw(st.integers(1, 3))):
+        values = rng.integers(0, draw(st.integers(1, 12)), n) / draw(st.sampled_from([1, 1, 4]))
+        values = values.astype(draw(st.sampled_from([np.int32, np.float64])) if (values % 1 == 0).all() else np.float64)
+        shape = draw(st.sampled_from(["", ":sqrt", ":root3", ":constant"]))
+        duration, percent = draw(st.integers(0, 30)), draw(st.booleans())
+        if percent:
+            low = draw(st.integers(0, 100))
+            p = Pace.parse(f"m:{low}%..{draw(st.integers(low, 100))}%:{duration}{shape}")
+            order = sorted(range(n), key=lambda i, v=values: (v[i], i))
+            tests.append(lambda t, p=p, order=order: set(order[:max(1, -(-n * int(p.limit(t, 30)) // 100))]))
+        else:
+            low = int(values.min()) + 1
+            p = Pace.parse(f"m:{low}..{low + draw(st.integers(0, 12))}:{duration}{shape}")
+            tests.append(lambda t, p=p, v=values: {i for i in range(n) if v[i] <= p.limit(t, 30)})
+        columns.append(ranks(values) if percent else values)
+        paces.append(p)
+    return columns, paces, lambda t: set.intersection(*(f(t) for f in tests))
+
+
+@given(curricula())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_pools_are_nested_and_the_intersection_that_the_definition_gives(case):
+    columns, paces, brute = case
+    if not brute(0):
+        with pytest.raises(ValueError, match="no sample is admitted at step 0"):
+            admission(columns, paces, 32, 30)
+        return
+    got, before = admission(columns, paces, 32, 30), set()
+    for t in range(32):
+        pool = set(np.flatnonzero(got <= t).tolist())
+        assert pool == brute(t) and before <= pool
+        before = pool
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=50), st.integers(1, 20), st.integers(0, 99))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_a_pass_gives_each_admitted_sample_once_and_stragglers_join_it(admitted, batch, seed):
+    """Against a sampler of sets: a draw must come from what the pass still owes, and a new pass begins only when it owes nothing."""
+    admitted = np.array(admitted) - min(admitted)
+    admitted[admitted == 12] = NEVER
+    s, owed, known = Sampler(len(admitted), batch, seed, admitted.astype(np.int32)), set(), set()
+    for t in range(15):
+        pool = set(np.flatnonzero(admitted <= t).tolist())
+        owed, known = owed | (pool - known), pool
+        assert s.pool_size(t) == len(pool)
+        for i in s.ids(t).tolist():
+            owed = owed or set(pool)
+            assert i in owed
+            owed.remove(i)
+
+
+def test_large_columns_are_worked_on_in_chunks_of_any_size(monkeypatch):
+    r = np.random.default_rng(0)
+    columns, paces = [ranks(r.normal(size=1000)), r.integers(0, 50, 1000)], [Pace.parse("a:5%..90%:20"), Pace.parse("b:10..40:20")]
+    whole = admission(columns, paces, 25, 25)
+    want = Sampler(1000, 8, 1, whole)
+    monkeypatch.setattr(curriculum, "CHUNK", 7)
+    assert np.array_equal(admission(columns, paces, 25, 25), whole)
+    got = Sampler(1000, 8, 1, whole)
+    assert np.array_equal(got.order, want.order) and np.array_equal(got.sizes, want.sizes) and np.array_equal(want.order, np.argsort(whole, kind="stable"))
+
+
+def test_every_sample_of_a_pool_is_equally_likely_in_every_place_of_the_batch():
+    """Chi-square of (place, sample) over 2,000 seeds, newcomers included: 6 x 12 cells, each place's counts tested on their own.
+    11 degrees of freedom: 31.3 is the 0.1 % point; of six places none may pass it for these seeds."""
+    admitted = np.repeat([0, 1], [4, 8])
+    counts = np.zeros((6, 12))
+    for seed in range(2000):
+        s = Sampler(12, 2, seed, admitted)
+        ids = np.concatenate([s.ids(t) for t in range(4)])[2:]       # after the newcomers came: 10 are left of the pass
+        counts[np.arange(6), ids] += 1
+    # two of the four old ones are gone by then: each old sample is there with chance 1/2, each new one surely
+    expected = 2000 * np.repeat([.5, 1], [4, 8]) / 10
+    assert (((counts - expected) ** 2 / expected).sum(1) < 31.3).all()
+
+
+@pytest.mark.parametrize("n,m", [(5, 5), (40, 10), (41, 10), (1000, 200), (10**9, 500)])
+def test_distinct_numbers_are_distinct_below_n_and_uniform(n, m):
+    """The mean of m uniform numbers lies within 5 standard errors of n / 2."""
+    j = curriculum.distinct(np.random.default_rng(0), n, m)
+    assert len(set(j.tolist())) == m == len(j) and 0 <= j.min() and j.max() < n
+    assert abs(j.mean() - (n - 1) / 2) < 5 * n / np.sqrt(12 * m)

@@ -7,11 +7,12 @@ import time
 
 import numpy as np
 import pytest
+from conftest import ROOT, command, make_store, ok, refused, write_jsonl
 
 import data
 import data_analyze
 import difficulty
-from conftest import ROOT, command, ok, refused, write_jsonl
+from tokenizer import Tokenizer
 
 ANALYZE = ROOT / "data_analyze.py"
 
@@ -68,6 +69,43 @@ def test_gzip_folders_and_plain_files_give_the_same_tokens(tmp_path):
         assert as_documents(tmp_path / f"out{i}") == [d.encode() for d in docs]
 
 
+def test_zst_parquet_and_standard_input_give_the_same_tokens(tmp_path):
+    """The optional packages are asked for by name where they are missing, and a file cut short is refused, not read in part."""
+    docs = [f"document {i} \u00e9" for i in range(3000)]
+    plain = write_jsonl(tmp_path / "d.jsonl", docs)
+    ok(prepare(plain, tmp_path / "want", "--val_fraction=0"))
+    want = (tmp_path / "want" / "train.bin").read_bytes()
+    for name, flags, piped in (("jsonl", ["--text=-.jsonl"], plain.read_text()), ("text", ["--text=-"], docs[0])):
+        ok(command(ANALYZE, *flags, f"--out={tmp_path}/{name}", "--tokenizer=bytes", "--metric=", "--val_fraction=0", input=piped))
+    assert (tmp_path / "jsonl" / "train.bin").read_bytes() == want and as_documents(tmp_path / "text") == [docs[0].encode()]
+    refused(command(ANALYZE, "--text=-", f"--out={tmp_path}/x", input="x"), "read only once")
+    try:
+        import zstandard
+        packed = zstandard.ZstdCompressor().compress(plain.read_bytes()[:1000]) + zstandard.ZstdCompressor().compress(plain.read_bytes()[1000:])
+        (tmp_path / "d.jsonl.zst").write_bytes(packed)      # two frames: the line over the joint is whole again
+        ok(prepare(tmp_path / "d.jsonl.zst", tmp_path / "zst", "--val_fraction=0"))
+        assert (tmp_path / "zst" / "train.bin").read_bytes() == want
+        for cut in (packed[:-5], packed[:20], b"no zst at all"):
+            (tmp_path / "c.jsonl.zst").write_bytes(cut)
+            refused(prepare(tmp_path / "c.jsonl.zst", tmp_path / "x"), "c.jsonl.zst cannot be read to its end")
+    except ImportError:
+        (tmp_path / "d.jsonl.zst").write_bytes(b"x")
+        refused(prepare(tmp_path / "d.jsonl.zst", tmp_path / "x"), "d.jsonl.zst needs the package zstandard: pip install zstandard")
+    try:
+        import pyarrow
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.table({"text": docs, "n": range(3000)}), tmp_path / "d.parquet", row_group_size=700)
+        ok(prepare(tmp_path / "d.parquet", tmp_path / "parquet", "--val_fraction=0"))
+        assert (tmp_path / "parquet" / "train.bin").read_bytes() == want
+        refused(prepare(tmp_path / "d.parquet", tmp_path / "x", "--text_key=body"), "no column 'body'", "['n', 'text']")
+        refused(prepare(tmp_path / "d.parquet", tmp_path / "x", "--text_key=n"), "row 1", "--text_key")
+        (tmp_path / "e.parquet").write_bytes((tmp_path / "d.parquet").read_bytes()[:-100])
+        refused(prepare(tmp_path / "e.parquet", tmp_path / "x"), "e.parquet cannot be read to its end")
+    except ImportError:
+        (tmp_path / "d.parquet").write_bytes(b"x")
+        refused(prepare(tmp_path / "d.parquet", tmp_path / "x"), "d.parquet needs the package pyarrow: pip install pyarrow")
+
+
 def test_text_is_read_as_utf8_whatever_the_locale(tmp_path):
     """D17."""
     (tmp_path / "t.txt").write_bytes("caf\u00e9".encode())
@@ -100,7 +138,7 @@ def test_repairs_are_opt_in_and_counted(tmp_path):
 
 def test_long_runs_of_one_character_are_encoded_in_seconds():
     """D02: a million carets or blanks and 300,000 CJK letters, under a pattern whose engine overflows on the blanks."""
-    t = data.Tokenizer({"kind": "bpe", "pattern": data_analyze.PATTERN, "ranks": [chr(i) for i in range(256)]})
+    t = Tokenizer({"kind": "bpe", "pattern": data_analyze.PATTERN, "ranks": [chr(i) for i in range(256)]})
     for text in ("^" * 1_000_000, " " * 1_000_000, "a" + "\n " * 300_000 + "b", "\u6f22" * 300_000):
         start = time.time()
         ids = t.encode(text)
@@ -135,7 +173,7 @@ def test_tiktoken_plugins_work_and_a_large_vocabulary_takes_four_bytes(tmp_path)
     ok(command(ANALYZE, f"--text={tmp_path}/t.txt", f"--out={tmp_path}/o", "--tokenizer=plug", "--metric=", "--val_fraction=0", env={"PYTHONPATH": str(tmp_path)}))
     parts, meta = tokens(tmp_path / "o")
     assert meta["dtype"] == "uint32" and meta["vocab_size"] == 100258 and parts["train"].tolist() == [*b"ab<|endoftext|>", 100257]
-    code = f"import json, data; print(data.Tokenizer(json.load(open({str(tmp_path / 'o' / 'tokenizer.json')!r}))).decode([97, 5000, 100257]))"
+    code = f"import json, tokenizer; print(tokenizer.Tokenizer(json.load(open({str(tmp_path / 'o' / 'tokenizer.json')!r}))).decode([97, 5000, 100257]))"
     assert ok(command("-c", code, env={"PYTHONPATH": str(tmp_path)})) == "a\ufffd<|endoftext|>\n"      # a hole in the vocabulary
 
 
@@ -145,7 +183,7 @@ def test_trained_tokenizer_is_saved_reused_and_lossless(tmp_path):
     ok(command(ANALYZE, f"--text={file}", f"--out={tmp_path}/a", "--vocab_size=300", "--block_size=64"))
     ok(command(ANALYZE, f"--text={file}", f"--out={tmp_path}/b", f"--tokenizer={tmp_path}/a/tokenizer.json", "--block_size=64", "--workers=1"))
     assert (tmp_path / "a" / "train.bin").read_bytes() == (tmp_path / "b" / "train.bin").read_bytes()
-    t = data.Tokenizer(json.loads((tmp_path / "a" / "tokenizer.json").read_text()))
+    t = Tokenizer(json.loads((tmp_path / "a" / "tokenizer.json").read_text()))
     parts, meta = tokens(tmp_path / "a")
     assert t.vocab_size == meta["vocab_size"] == 300 and t.eot_id == 299
     assert t.decode(parts["train"]) + t.decode(parts["val"]) == "".join(d + "<|endoftext|>" for i, d in enumerate(docs) if (i + 1) % 20) + \
@@ -176,13 +214,6 @@ def test_an_existing_store_is_kept_unless_told_otherwise(tmp_path):
     refused(prepare(tmp_path / "t.txt", tmp_path / "mine", "--overwrite"), "no store")
     refused(prepare(tmp_path / "mine", tmp_path / "mine", "--overwrite"), "mine")
     assert (tmp_path / "mine" / "thesis.txt").exists()
-
-
-def make_store(folder, train, vocab=257, fingerprint="f", dtype="uint16"):
-    folder.mkdir(parents=True, exist_ok=True)
-    np.asarray(train, dtype).tofile(folder / "train.bin")
-    (folder / "meta.json").write_text(json.dumps({"dtype": dtype, "vocab_size": vocab, "eot_id": 0, "tokens": {"train": len(train), "val": 0}, "fingerprint": fingerprint}))
-    return folder
 
 
 def test_one_window_needs_one_token_more_than_its_length(tmp_path):
@@ -229,7 +260,7 @@ def test_voc_is_the_sum_of_unigram_surprise(tmp_path):
     s = data.Store(make_store(tmp_path / "a", stream, vocab=20), "train", 50)
     p = np.bincount(stream, minlength=20) / 5001
     by_hand = [-np.log(p[stream[i * 50:i * 50 + 50]]).sum() for i in range(100)]
-    assert difficulty.voc(s).tolist() == pytest.approx(by_hand, rel=1e-12)
+    assert difficulty.compute(s, "voc").tolist() == pytest.approx(by_hand, rel=1e-12)
 
 
 def test_a_column_of_other_data_is_refused_with_the_command_that_mends_it(tmp_path):
@@ -345,7 +376,7 @@ def test_samples_run_through_several_shards_in_order_and_never_across_two(tmp_pa
     assert s.n_samples == 7
     assert s.rows(np.arange(7))[:, 0].tolist() == [0, 32, 1000, 2000, 2032, 2064, 2096]
     assert s.rows(np.array([6, 0, 2, 6]))[:, -1].tolist() == [2128, 32, 1032, 2128]
-    assert np.array_equal(np.concatenate(list(s.inputs(3))), s.rows(np.arange(7))[:, :-1])
+    assert np.array_equal(np.concatenate([s.inputs(i, min(i + 3, 7))[0] for i in range(0, 7, 3)]), s.rows(np.arange(7))[:, :-1])
 
 
 def test_damaged_foreign_stores_are_refused_by_name(tmp_path):
@@ -391,8 +422,8 @@ def test_zlib_is_compressed_over_raw_bytes(store):
 
 def test_loss_is_the_mean_loss_under_a_checkpoint(store, tmp_path):
     import torch
-
     from conftest import OFF, TINY, train
+
     from model import GPT
     ok(train(*TINY, *OFF, f"--data={store}", f"--out={tmp_path}/run", "--train_tokens=2000"))
     checkpoint = next((tmp_path / "run").glob("ckpt_*.pt"))

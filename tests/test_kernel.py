@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import ENV, ROOT, command
 
 import ltd
-from conftest import ENV, ROOT, command
 
 SOURCE, SHIM = ROOT / "ltd_kernel.cu", ROOT / "tests" / "kernel_shim.cpp"
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")

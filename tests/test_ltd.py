@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
 
 import ltd
-from conftest import ROOT
 from model import Block, rotary_table, rotate
 
 M64 = (1 << 64) - 1

@@ -1,7 +1,10 @@
 """plan.py: learning rates, token accounting, and the step counts of the published GPT-3 recipe."""
 import numpy as np
 import pytest
+from conftest import make_store
 
+import difficulty
+from data import Store
 from plan import effective_length, lr_at, make_plan
 
 PLAIN = dict(train_tokens=100 * 512, budget="layer_tokens", global_batch=8, block_size=64, n_layer=6, pool=["off"], seqlen="off", seqlen_multiple=8,
@@ -89,11 +92,13 @@ def test_budget_units_end_a_run_where_they_say():
     assert p.rows[0] == 8 * 3 and p.tokens[0] == 8 * 64 and p.spent["layer_tokens"][1] == 8 * 3 * 24    # padding costs compute, has no loss
 
 
-def test_plan_knows_the_pool_of_every_step():
-    values = np.random.default_rng(0).normal(size=1000)
-    p = plan(pool=["voc:10%..100%:50%"], column=lambda m: values, n_samples=1000)
+def test_plan_knows_the_pool_of_every_step(tmp_path):
+    store = Store(make_store(tmp_path, np.zeros(64_001)), "train", 64)
+    difficulty.write_column(store, "voc", np.random.default_rng(0).normal(size=1000), 0)
+    p = plan(pool=["voc:10%..100%:50%"], store=store)
     assert p.pool[0] == 100 and p.pool[-1] == 1000 and (np.diff(p.pool) >= 0).all()
-    assert [int((p.admitted <= t).sum()) for t in (0, 20, 99)] == [p.pool[0], p.pool[20], p.pool[99]]
+    easiest = np.argsort(store.column("voc"), kind="stable")[:100]
+    assert set(p.sampler.ids(0)) <= set(easiest) and not {i for t in range(100) for i in p.sampler.ids(t)} <= set(easiest)
     assert p.limits["voc"][0] == 10
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import ENV, OFF, ON, ROOT, TINY, command, joined, ok, refused, trace, train
 
 import data
-from conftest import ENV, OFF, ON, ROOT, TINY, command, joined, ok, refused, trace, train
+from flags import parse_flags
 from model import GPT
 
 BUDGET = "--train_tokens=6000"      # 12 plain steps of 8 x 64, 20 with the techniques on
@@ -34,6 +35,17 @@ def same_weights(a, b):
 # the same numbers as a plain trainer
 
 
+def some_of(rng, n, m):
+    """m different numbers below n: of a permutation where n is small, else drawn until there are enough."""
+    if 4 * m > n:
+        return rng.permutation(n)[:m].tolist()
+    found = []
+    while len(found) < m:
+        found += rng.integers(0, n, m - len(found)).tolist()
+        found = list(dict.fromkeys(found))
+    return found
+
+
 def plain_losses(store, steps, lr=1e-3):
     """A GPT trainer without a trace of the techniques, in twenty lines."""
     torch.manual_seed(1)
@@ -46,7 +58,7 @@ def plain_losses(store, steps, lr=1e-3):
     order, rng, rest = [], np.random.default_rng(1), list(range(n))
     for step in range(steps):
         while len(order) < B:       # without replacement
-            j = rng.choice(len(rest), min(B, len(rest)), replace=False)
+            j = some_of(rng, len(rest), min(B, len(rest)))
             order += [rest[i] for i in j]
             m = len(rest) - len(j)
             survivors = [rest[i] for i in range(m, len(rest)) if i not in set(j)]
@@ -232,7 +244,7 @@ def test_one_failing_rank_ends_all_and_shows_its_error(store, tmp_path):
     shutil.copytree(store, tmp_path / "broken")
     os.truncate(tmp_path / "broken" / "train.bin", 10)
     (tmp_path / "go.py").write_text(f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv[1:] += ['--data=' + ({str(store)!r} if os.environ['RANK'] == '0' else {str(tmp_path / 'broken')!r})];"
-                                    "import data, train; data.run_command(train.main)")
+                                    "import flags, train; flags.run_command(train.main)")
     t0 = time.time()
     p = command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "go.py", *TINY, BUDGET, f"--out={tmp_path}/run", timeout=100)
     assert p.returncode != 0 and time.time() - t0 < 60
@@ -305,7 +317,7 @@ def test_every_rank_must_see_the_same_run(whole, store, tmp_path):
     out, want, flags = whole
     ok(train(*flags, f"--out={tmp_path}/0/run", "--stop_step=5"))
     (tmp_path / "go.py").write_text(f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv[1:] += ['--out={tmp_path}/' + os.environ['RANK'] + '/run'];"
-                                    "import data, train; data.run_command(train.main)")
+                                    "import flags, train; flags.run_command(train.main)")
     p = command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "go.py", *flags, "--resume", timeout=100)
     assert p.returncode != 0 and "the ranks see different runs" in p.stderr and not (tmp_path / "1").exists()
 
@@ -314,14 +326,14 @@ def test_sigterm_to_one_rank_stops_both_at_the_same_step(whole, tmp_path):
     """The signal reaches rank 0 in the middle of its optimizer step, where the loss of that step has been exchanged already."""
     out, want, flags = whole
     (tmp_path / "go.py").write_text(f"""import os, signal, sys; sys.path.insert(0, {str(ROOT)!r})
-import torch, data, train
+import torch, flags, train
 step, count = torch.optim.AdamW.step, []
 def signalled(self, *a, **kw):
     count.append(1)
     if os.environ['RANK'] == '0' and len(count) == 7: os.kill(os.getpid(), signal.SIGTERM)
     return step(self, *a, **kw)
 torch.optim.AdamW.step = signalled
-data.run_command(train.main)
+flags.run_command(train.main)
 """)
     ok(command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "go.py", *flags, f"--out={tmp_path}/run", timeout=100))
     assert [p.name for p in (tmp_path / "run").glob("ckpt_*.pt")] == ["ckpt_0000008.pt"]       # it is told with the next step's message
@@ -405,20 +417,21 @@ def test_a_users_mistake_gets_one_line_before_anything_is_written(store, tmp_pat
 def test_flags_take_their_fields_types():
     """G02, G03, G04: never the string "false", ints from 1e3, floats from ints, empty defaults can be set."""
     from train import Config
-    cfg, given = data.parse_flags(Config, ["--dropout=0", "--learning_rate=1e-5", "--compile=false", "--train_tokens=1e3", "--resume", "--pool=a:1..2:3", "--pool=b:1..2:3", "--data=x"], "")
+    cfg, given = parse_flags(Config, ["--dropout=0", "--learning_rate=1e-5", "--compile=false", "--train_tokens=1e3", "--resume", "--pool=a:1..2:3", "--pool=b:1..2:3", "--data=x"], "")
     assert (cfg.dropout, cfg.learning_rate, cfg.compile, cfg.train_tokens, cfg.resume, cfg.data) == (0.0, 1e-5, False, 1000, True, "x")
     assert cfg.pool == ["a:1..2:3", "b:1..2:3"] and type(cfg.dropout) is float and type(cfg.train_tokens) is int and "dropout" in given
-    cfg, given = data.parse_flags(Config, ["--data", "some", "--resume", "--train_tokens", "1e3", "--prompt", "two words"], "")
+    cfg, given = parse_flags(Config, ["--data", "some", "--resume", "--train_tokens", "1e3", "--prompt", "two words"], "")
     assert (cfg.data, cfg.resume, cfg.train_tokens, cfg.prompt) == ("some", True, 1000, "two words")
     for flags in (["--train_tokens=1.5"], ["--compile=fals"], ["--n_layer="]):
         with pytest.raises(ValueError):
-            data.parse_flags(Config, flags, "")
+            parse_flags(Config, flags, "")
 
 
 def test_help_describes_every_flag():
     printed = ok(train("--help"))
-    from train import Config
     import dataclasses
+
+    from train import Config
     for f in dataclasses.fields(Config):
         assert f"--{f.name}" in printed
     assert "layer_tokens (compute)" in printed

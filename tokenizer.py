@@ -1,0 +1,86 @@
+"""Tokenizers: `bytes`, a BPE trained on the corpus, or any tiktoken encoding; all saved as JSON, which can run no code.
+
+Only tiktoken is imported, and only where it is needed. Text -> ids is done offline, by data_analyze.py; a run needs
+ids -> text alone, for its samples.
+"""
+import json
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+
+LONGEST_RUN = 65_536    # more white space than this in one run overflows the stack of tiktoken's regular expressions
+
+
+def tiktoken_encoding(name, limit_s=20):
+    """tiktoken.get_encoding, refused within limit_s seconds where its vocabulary is neither cached nor fetchable."""
+    import tiktoken
+    result = []
+
+    def load():
+        try:
+            result.append(tiktoken.get_encoding(name))
+        except Exception as e:
+            result.append(e)
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if result and not isinstance(result[0], Exception):
+        return result[0]
+    if name not in tiktoken.list_encoding_names():
+        raise ValueError(f"--tokenizer={name} is unknown; it takes bpe, bytes, a tokenizer.json, "
+                         f"or one of {', '.join(tiktoken.list_encoding_names())}")
+    why = type(result[0]).__name__ if result else f"no answer in {limit_s} s"
+    raise ValueError(f"--tokenizer={name}: its vocabulary file is not cached and cannot be fetched ({why}); "
+                     "put it into a folder under the name that tiktoken gives it (the SHA-1 of its address) "
+                     "and set TIKTOKEN_CACHE_DIR, or use --tokenizer=bpe")
+
+
+class Tokenizer:
+    """spec: {"kind": "bytes"} | {"kind": "tiktoken", "name"} | {"kind": "bpe", "pattern", "ranks": [latin-1 strings]}.
+    eot_id stands at the end of every document. The spelling of a special token inside a text is ordinary text."""
+
+    def __init__(self, spec):
+        self.spec, self.encoding = spec, None
+        if spec["kind"] == "bytes":
+            self.vocab_size, self.eot_id = 257, 256
+            return
+        if spec["kind"] == "tiktoken":
+            self.encoding = tiktoken_encoding(spec["name"])
+        else:
+            import tiktoken
+            ranks = {s.encode("latin-1"): i for i, s in enumerate(spec["ranks"])}
+            self.encoding = tiktoken.Encoding("winnow-bpe", pat_str=spec["pattern"], mergeable_ranks=ranks,
+                                              special_tokens={"<|endoftext|>": len(ranks)})
+        self.vocab_size, self.eot_id = self.encoding.n_vocab, self.encoding.eot_token
+
+    def encode(self, text):
+        """str -> (n,) uint32 array, without eot_id. A run of white space over LONGEST_RUN is encoded in pieces."""
+        if self.encoding is None:
+            return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
+        pieces, at = [], 0
+        if len(text) > LONGEST_RUN:
+            for run in re.finditer(rf"\s{{{LONGEST_RUN},}}", text):
+                pieces += [text[at:run.start()]]
+                pieces += [text[i:min(i + LONGEST_RUN, run.end())] for i in range(run.start(), run.end(), LONGEST_RUN)]
+                at = run.end()
+        pieces = [p for p in (*pieces, text[at:]) if p] or [""]
+        return np.concatenate([self.encoding.encode_to_numpy(p, disallowed_special=()) for p in pieces])
+
+    def decode(self, ids):
+        """Token ids -> str; bytes that are no UTF-8 and ids without a token become U+FFFD, eot_id <|endoftext|>."""
+        def as_bytes(i):
+            if self.encoding is None:
+                return bytes([i]) if i < 256 else b"<|endoftext|>"
+            try:
+                return self.encoding.decode_single_token_bytes(i)
+            except KeyError:            # large vocabularies have holes
+                return "\ufffd".encode()
+        return b"".join(as_bytes(int(i)) for i in ids).decode(errors="replace")
+
+
+def load_tokenizer(folder):
+    """The tokenizer of a store, or None where it was made elsewhere and only token ids are known."""
+    file = Path(folder) / "tokenizer.json"
+    return Tokenizer(json.loads(file.read_text())) if file.is_file() else None
