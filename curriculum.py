@@ -142,8 +142,16 @@ CHUNK = 1 << 20         # samples in flight: a column of a hundred million is ne
 def ranks(values):
     """Place of each sample in the order by (value, sample id): (N,) int32, a permutation of 0..N-1. What a percentile
     is counted in. A sort, so it is made once, offline, and kept beside the column."""
+    order = np.argsort(values)          # not stable but four times as fast; a few that are equal are put right
+    same = np.append(values[order[1:]] == values[order[:-1]], False)    # as the next one
+    if same.mean() > 0.1:
+        order = np.argsort(values, kind="stable")
+    elif same.any():
+        tied = same | np.roll(same, 1)
+        run = np.cumsum(~np.roll(same, 1))[tied]
+        order[tied] = order[tied][np.lexsort((order[tied], run))]
     out = np.empty(len(values), np.int32)
-    out[np.argsort(values, kind="stable")] = np.arange(len(values), dtype=np.int32)
+    out[order] = np.arange(len(values), dtype=np.int32)
     return out
 
 

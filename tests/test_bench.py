@@ -22,6 +22,13 @@ def test_kernel_measures_the_torch_path_on_a_cpu_and_says_so():
     assert set(last_json(printed)["us"]) == {"draw, 22 layers", "gather", "scatter", "dropped layer, forward and backward"}
 
 
+def test_analyze_and_sampler_measure_rates_memory_and_the_plain_way_beside():
+    result = last_json(ok(command(ROOT / "bench.py", "analyze", "--tokens=3e6", "--text_mb=1", "--rounds=1")))
+    assert result["mtok_s"]["1"] > result["loop_mtok_s"] > 0 and result["tokenize_mb_s"] > 0 and 10 < result["peak_mb"]["1"] < 1000
+    result = last_json(ok(command(ROOT / "bench.py", "sampler", "--samples=1e5", "--resume_step=300")))
+    assert result["batch_us"] > 0 and 10 < result["peak_mb"] < 2000
+
+
 @pytest.fixture(scope="module")
 def runs(store, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
@@ -48,4 +55,4 @@ def test_table_refuses_what_cannot_be_compared(runs, store, tmp_path):
     refused(command(ROOT / "bench.py", "table", runs / "a1", tmp_path / "other"), "--train_tokens")
     ok(train(*TINY, *OFF, f"--data={store}", f"--out={tmp_path}/cut", "--train_tokens=4000", "--stop_step=2"))
     refused(command(ROOT / "bench.py", "table", tmp_path / "cut"), "--resume")
-    refused(command(ROOT / "bench.py", "tables"), "step | kernel | table")
+    refused(command(ROOT / "bench.py", "tables"), "step | kernel | analyze | sampler | table")

@@ -246,6 +246,13 @@ def test_a_pass_gives_each_admitted_sample_once_and_stragglers_join_it(admitted,
             owed.remove(i)
 
 
+@given(st.lists(st.sampled_from([0, 1, 2, 2.5, 7]) | st.integers(0, 500), min_size=1, max_size=80))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_ranks_are_places_in_the_order_by_value_and_id(values):
+    got = ranks(np.array(values, np.float64))
+    assert np.argsort(got).tolist() == sorted(range(len(values)), key=lambda i: (values[i], i)) and got.dtype == np.int32
+
+
 def test_large_columns_are_worked_on_in_chunks_of_any_size(monkeypatch):
     r = np.random.default_rng(0)
     columns, paces = [ranks(r.normal(size=1000)), r.integers(0, 50, 1000)], [Pace.parse("a:5%..90%:20"), Pace.parse("b:10..40:20")]

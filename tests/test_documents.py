@@ -1,12 +1,12 @@
 """Document samples: one document a row, cut or padded, in data.py, difficulty.py, plan.py and a run."""
 import numpy as np
 import pytest
+from conftest import ROOT, TINY, command, joined, make_store, ok, refused, trace, train, write_jsonl
+from test_plan import PLAIN
 
 import data
 import difficulty
-from conftest import ROOT, TINY, command, joined, make_store, ok, refused, trace, train, write_jsonl
 from plan import make_plan
-from test_plan import PLAIN
 
 ANALYZE = ROOT / "data_analyze.py"
 LENGTHS = [4, 1, 12, 2, 9, 3]       # with end marks; the one of a single token has no target and is no sample

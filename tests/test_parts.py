@@ -6,7 +6,6 @@ import shutil
 
 import numpy as np
 import pytest
-
 from conftest import ROOT, command, make_store, ok, refused, write_jsonl
 
 ANALYZE = ROOT / "data_analyze.py"
