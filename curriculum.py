@@ -143,7 +143,9 @@ def ranks(values):
     """Place of each sample in the order by (value, sample id): (N,) int32, a permutation of 0..N-1. What a percentile
     is counted in. A sort, so it is made once, offline, and kept beside the column."""
     order = np.argsort(values)          # not stable but four times as fast; a few that are equal are put right
-    same = np.append(values[order[1:]] == values[order[:-1]], False)    # as the next one
+    ordered = values[order]
+    same = np.append(ordered[1:] == ordered[:-1], False)        # as the next one
+    del ordered
     if same.mean() > 0.1:
         order = np.argsort(values, kind="stable")
     elif same.any():

@@ -257,7 +257,8 @@ def read_ds_config(path):
 def command_line(cfg, given):
     """The arguments of train.py that --ds_config stands for, as a list; flags given beside it win. Prints them as a
     command. cfg: a parsed Config, given: the names of the flags on the command line."""
-    theirs = [flag for flag in read_ds_config(cfg.ds_config) if flag[2:].partition("=")[0] not in given]
+    win = given | {f"{name}_multiple" for name in given}        # without its technique a multiple has no effect
+    theirs = [flag for flag in read_ds_config(cfg.ds_config) if flag[2:].partition("=")[0] not in win]
     ours = [f"--{name}={value}" for name in vars(cfg) if name in given - {"ds_config"}
             for value in (getattr(cfg, name) if isinstance(getattr(cfg, name), list) else [getattr(cfg, name)])]
     if int(os.environ.get("RANK", 0)) == 0:

@@ -3,6 +3,7 @@ import copy
 import json
 
 import pytest
+from conftest import ok, refused, train
 
 from curriculum import Pace
 from ds_config import read_ds_config
@@ -218,7 +219,7 @@ def change(config, path, value):
 @pytest.mark.parametrize("path,value,words", [
     # keys that are not known, anywhere, on or off
     ("foo", 1, ["foo is not known; known there: train_batch_size, "]),
-    *[(name, {}, [f"{name} is not known"]) for name in ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler",
+    *[(name, {}, [f"{name} is not known"]) for name in ("optimizer", "scheduler",
                                                         "activation_checkpointing")],
     (f"{DE}.foo", 1, [f"{DE}.foo is not known; known there: enabled, seed, data_sampling, data_routing"]),
     (f"{DE}.data_sampling.foo", 1, [f"{DE}.data_sampling.foo is not known; known there: enabled, num_epochs, "]),
@@ -311,3 +312,27 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(ValueError, match=f"--ds_config={path} cannot be read: "):
             read_ds_config(path)
+
+
+def test_half_precision_is_followed_and_sharding_is_named(flags, capsys):
+    config = file_of() | {"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}, "bf16": {"enabled": False}, "zero_optimization": {"stage": 0}}
+    assert "--dtype=float16" in flags(config) and not capsys.readouterr().err
+    config |= {"fp16": {"enabled": False}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "overlap_comm": True}}
+    assert "--dtype=bfloat16" in flags(config) and "zero_optimization.stage 2 is not followed" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="both true"):
+        flags(config | {"fp16": {"enabled": True}})
+
+
+def test_train_takes_the_file_prints_the_command_and_flags_beside_it_win(tmp_path):
+    """The published recipe for GPT-3 1.3B at 300B tokens, both techniques: 377,264 steps; without the length curriculum, more."""
+    ds = tmp_path / "ds.json"
+    ds.write_text(json.dumps(RECIPES["gpt3-1.3b both"][0]))
+    flags = ["--plan", f"--ds_config={ds}", "--model=gpt3-1.3b", "--train_tokens=300e9", "--warmup_tokens=3e9", "--min_lr=1e-6", "--learning_rate=2e-4", "--data=nowhere"]
+    printed = ok(train(*flags))
+    assert "\nsteps: 377264\nplain_steps: 286103\n" in printed
+    again = next(line for line in printed.splitlines() if "python train.py" in line).split()[2:]
+    assert "--pool=voc:1%..100%:110000:sqrt" in again and "--seqlen=truncate:80..2048:110000" in again and not any("ds_config" in word for word in again)
+    assert ok(train(*again)).splitlines()[:3] == printed.splitlines()[2:5]
+    assert "\nsteps: 372789\n" in ok(train(*flags, "--pool=off", "--seqlen=off"))
+    refused(train(*flags[:2], "--model=gpt2"), "24", "--n_layer", "total_layer_num")
+    refused(train("--plan", f"--ds_config={tmp_path}/none.json"), "none.json cannot be read")
