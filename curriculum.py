@@ -209,9 +209,11 @@ def reorder(columns, paces, order, seed):
         return columns
     if not all(p.percent for p in paces):
         raise ValueError(f"--pool_order={order} needs paces by percentile, as in --pool=voc:1%..100%:40%")
-    rng = np.random.default_rng((seed, 1))
-    return [len(c) - 1 - c if order == "hard_first" else rng.permutation(np.arange(len(c), dtype=np.int32))
-            for c in columns]
+    if order == "hard_first":
+        return [len(c) - 1 - c for c in columns]
+    # samples change places with all their ranks, so that intersections stay as large as they were
+    places = np.random.default_rng((seed, 1)).permutation(np.arange(len(columns[0]), dtype=np.int32))
+    return [c[places] for c in columns]
 
 
 # -----------------------------------------------------------------------------
@@ -237,13 +239,14 @@ class Sampler:
     A pass hands out each admitted sample at most once; samples admitted meanwhile join the pass under way; when
     it is used up, the next pass begins over all admitted so far. ids(step) is a function of (seed, step, batch size):
     nothing is saved for a resume, the draws are replayed (20 to 100 us a step).
-    Memory: two int32 arrays of N. `admitted_at`: (N,) from admission(), or None for everything at once.
+    Memory: two int32 arrays of N. `admitted_at`: (N,) from admission(), or None for everything at once. global_batch: a
+    number, or one number a step (the last one holds on).
     """
 
     def __init__(self, n_samples, global_batch, seed, admitted_at=None):
-        if n_samples < 1 or global_batch < 1:
+        self.n, self.batch, self.seed = n_samples, np.atleast_1d(global_batch), seed
+        if n_samples < 1 or self.batch.min() < 1:
             raise ValueError(f"a sampler needs samples and a batch, not {n_samples} and {global_batch}")
-        self.n, self.batch, self.seed = n_samples, global_batch, seed
         if admitted_at is None:
             self.order = np.arange(n_samples, dtype=np.int32)
             self.steps, self.sizes = np.zeros(1), np.array([n_samples])
@@ -290,7 +293,7 @@ class Sampler:
         if new:                                     # newcomers join the pass under way
             self.rest[self.left:self.left + new] = self.order[self.joined:pool]
             self.left, self.joined = self.left + new, pool
-        picked, need = [], self.batch
+        picked, need = [], int(self.batch[min(self.step, len(self.batch) - 1)])
         while need:
             if not self.left:                       # the pass is used up: the next one is over all admitted so far
                 self.rest[:pool] = self.order[:pool]

@@ -63,6 +63,22 @@ def _draw(seed, step, rows, layers, T, K):
     return kept.sort(dim=-1).values.to(torch.int32)
 
 
+def important(score, tokens, K, n):
+    """TokenBypass's choice instead of a draw, a control (arXiv 2203.13240; compared in 2211.11586): the K tokens of
+    each row whose ids have the highest running loss, by position where equal, the same for all n layers.
+
+    score: (V,) from rescore(); tokens: (B, T) ids. Returns (B, n, K) int32, ascending along the last dimension."""
+    best = score[tokens].argsort(dim=1, descending=True, stable=True)[:, :K]        # (B, T) -> (B, K)
+    return best.sort(dim=1).values.to(torch.int32)[:, None].repeat(1, n, 1)         # (B, K) -> (B, n, K)
+
+
+def rescore(score, sums, decay=0.9):
+    """Move the running loss of every id that was a target in this step, in place. score: (V,) float64; sums: (2, V)
+    float64: over the step's targets, each id's losses summed, and how often it came."""
+    seen = sums[1] > 0
+    score[seen] = decay * score[seen] + (1 - decay) * sums[0, seen] / sums[1, seen]
+
+
 # -----------------------------------------------------------------------------
 # moving rows
 

@@ -88,10 +88,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A causal language model. dtype: of the activations; the weights are float32."""
+    """A causal language model. dtype: of the activations; the weights are float32. ltd_layers: the range of layers that
+    token dropping applies to; all but the first and the last where nothing is said (2211.11586 section 3)."""
 
     def __init__(self, vocab_size, block_size, n_layer, n_head, n_embd, dropout=0.0, bias=False, pos="learned",
-                 init_std=0.02, recompute=False, dtype=torch.float32):
+                 init_std=0.02, recompute=False, dtype=torch.float32, ltd_layers=None):
         super().__init__()
         if n_embd % n_head or (pos == "rotary" and n_embd // n_head % 2):
             raise ValueError(f"--n_embd={n_embd} must be a multiple of --n_head={n_head}, "
@@ -99,6 +100,7 @@ class GPT(nn.Module):
         if pos not in ("learned", "rotary"):
             raise ValueError(f"--pos={pos} is unknown; it takes learned or rotary")
         self.block_size, self.dropout, self.recompute, self.dtype = block_size, dropout, recompute, dtype
+        self.ltd_layers = ltd_layers or range(1, n_layer - 1)
         self.wte = nn.Embedding(vocab_size, n_embd)
         self.wpe = nn.Embedding(block_size, n_embd) if pos == "learned" else None
         self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout, bias) for _ in range(n_layer))
@@ -113,11 +115,6 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=init_std / math.sqrt(2 * n_layer) if name.endswith("_proj.weight") else init_std)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
-
-    @property
-    def ltd_layers(self):
-        """The layers that token dropping applies to: all but the first and the last (2211.11586 section 3)."""
-        return range(1, len(self.blocks) - 1)
 
     def forward(self, tokens, targets=None, keep=None, reduction="sum"):
         """tokens: (B, T) int. targets: (B, T) int64, -1 = no loss there. keep: (B, n, K) int from ltd.draw, or None.
@@ -143,7 +140,7 @@ class GPT(nn.Module):
             if keep is None or i not in self.ltd_layers:
                 x = run(x, cos, sin)
             else:
-                x = ltd.drop(run, x, keep[:, i - 1], cos, sin, inplace=True)
+                x = ltd.drop(run, x, keep[:, i - self.ltd_layers.start], cos, sin, inplace=True)
         x = self.ln_f(x)
         if targets is None:
             return self.head(x[:, -1])                                           # (B, C) -> (B, V)

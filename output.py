@@ -56,15 +56,15 @@ def newest_checkpoint(folder):
     return None
 
 
-def start_wandb(folder, config):
+def start_wandb(folder, config, group=""):
     """A wandb run, or None: whatever goes wrong costs one line, never the training. The mode is chosen before the
     start, because wandb cannot fall back once it has begun."""
     try:
         import wandb
         key = os.environ.get("WANDB_API_KEY") or Path("~/.netrc").expanduser().is_file()
         mode = os.environ.get("WANDB_MODE") or ("online" if key else "offline")
-        run = wandb.init(project="winnow", name=Path(folder).name, dir=folder, config=config, mode=mode,
-                         settings=wandb.Settings(init_timeout=30))
+        run = wandb.init(project="winnow", name=Path(folder).name, group=group or None, dir=folder, config=config,
+                         mode=mode, settings=wandb.Settings(init_timeout=30))
         run.define_metric("*", step_metric="step")      # the step is data, not wandb's count: a resume repeats some
         print0(f"wandb: {mode}")
         return run

@@ -36,6 +36,9 @@ def effective_length(length, keep, n_layer, n_ltd):
     return (length * (n_layer - n_ltd) + keep * n_ltd) // n_layer
 
 
+DENSE = {"ends": (1, 1), "first": (1, 0), "last": (0, 1), "none": (0, 0)}   # how many layers at either end drop nothing
+
+
 def amount(text, whole, flag):
     """A number of tokens, or a percentage of `whole`; finite and not negative."""
     try:
@@ -64,8 +67,10 @@ class Plan:
     pool: np.ndarray        # samples admitted; 0 = unknown, the data were not at hand
     length: np.ndarray      # T, tokens a row
     keep: np.ndarray        # K, tokens a row in the dropped layers; K = T: nothing is dropped
+    batch: np.ndarray       # samples a step, over all ranks
     rows: np.ndarray        # rows a step (reshape makes several of a sample)
     tokens: np.ndarray      # tokens with a loss
+    ltd_layers: range       # the layers that keep only K tokens; empty without token dropping
     lr: np.ndarray          # learning rate
     spent: dict             # "sampled" (tokens drawn), "tokens" (with a loss), "layer_tokens" (padding too) -> sums
     sampler: curriculum.Sampler     # the ids of every step; None where the data are not at hand
@@ -73,12 +78,12 @@ class Plan:
 
 def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seqlen, seqlen_multiple, ltd, ltd_multiple,
               learning_rate, min_lr, warmup_tokens, decay_tokens, lr_decay, lr_unit, pool_order="easy_first", seed=0,
-              store=None):
+              ltd_dense="ends", batch_ramp=False, store=None):
     """The Plan for train.py's flags of the same names. store: the training split (data.Store); without it (the data are
     elsewhere) the pool stays unknown. Raises ValueError for settings that make no run."""
     T, B = block_size, global_batch
     counted = "layer_tokens", "tokens", "steps"
-    check(budget=(budget, counted), lr_unit=(lr_unit, (*counted, "")))
+    check(budget=(budget, counted), lr_unit=(lr_unit, (*counted, "")), ltd_dense=(ltd_dense, tuple(DENSE)))
     if min(train_tokens, B, T, n_layer, seqlen_multiple, ltd_multiple) < 1:
         raise ValueError("--train_tokens, --global_batch, --block_size, --n_layer, --seqlen_multiple and "
                          "--ltd_multiple must be at least 1")
@@ -91,9 +96,14 @@ def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seq
     if mode not in ("off", "truncate", "reshape"):
         raise ValueError(f"--seqlen={seqlen}: the mode must be truncate or reshape, "
                          "as in --seqlen=truncate:25%..100%:40%")
-    if drop and n_layer < 3:
-        raise ValueError("--ltd drops tokens in all layers but the first and the last, "
-                         f"and --n_layer={n_layer} leaves none: take 3 or more, or --ltd=off")
+    front, back = DENSE[ltd_dense]
+    ltd_layers = range(front, n_layer - back) if drop else range(0)
+    if drop and not ltd_layers:
+        raise ValueError("--ltd drops tokens in all layers but the first and the last (--ltd_dense), and "
+                         f"--n_layer={n_layer} leaves none: take {front + back + 1} or more, or --ltd=off")
+    if batch_ramp and (store is not None and store.lengths is not None or not seq and not drop):
+        raise ValueError("--batch_ramp copies what --seqlen and --ltd spend a step, over windows: "
+                         "give at least one of them, and --samples=window")
     for pace, flag in ((seq, f"--seqlen={seqlen}"), (drop, f"--ltd={ltd}")):
         if pace and not pace.percent and not 1 <= pace.start <= pace.end <= T:
             raise ValueError(f"{flag} must stay within 1..{T} (--block_size)")
@@ -105,22 +115,27 @@ def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seq
         if pools or seq or drop:        # how long a plain run over documents is, only a plain plan can say
             plain_steps = make_plan(train_tokens, budget, B, T, n_layer, ["off"], "off", 1, "off", 1, 0, 0, "0", "0",
                                     "constant", "", seed=seed, store=store).steps
-    n, n_ltd, sampler = plain_steps, n_layer - 2 if drop else 0, None
+    n, n_ltd, sampler = plain_steps, len(ltd_layers), None
     while True:     # techniques make steps cheaper, so the budget lasts for more: how many shows when it is spent
         t = np.arange(n)
         length = seq.at(t, plain_steps, seqlen_multiple, T) if seq else np.full(n, T)
-        sampled = np.full(n, B * T)
-        tokens = sampled if mode == "reshape" else B * length
         if lengths is not None:
             sampler = make_sampler(store, pools, pool_order, n, plain_steps, B, seed)
-            tokens = np.empty(n, np.int64)
+            sampled, tokens = np.empty((2, n), np.int64)
             for i in range(n):          # rows are as long as the longest one drawn, rounded up to a multiple of 8
                 real = lengths[sampler.ids(i)]
                 length[i] = min(length[i], -(-int(real.max()) // 8) * 8)
                 sampled[i], tokens[i] = real.sum(), np.minimum(real, length[i]).sum()
         keep = np.minimum(drop.at(t, plain_steps, ltd_multiple, T), length) if drop else length
         rows = B * -(-T // length) if mode == "reshape" else np.full(n, B)
-        layer_tokens = rows * effective_length(length, keep, n_layer, n_ltd)
+        layer_tokens, batch = rows * effective_length(length, keep, n_layer, n_ltd), np.full(n, B)
+        if batch_ramp:          # a control: what the techniques would spend a step, on fewer whole dense samples
+            batch = np.maximum(1, np.rint(layer_tokens / T).astype(np.int64))
+            length = keep = np.full(n, T)
+            rows, layer_tokens = batch, batch * T
+        if lengths is None:
+            sampled = batch * T
+            tokens = sampled if mode == "reshape" else batch * length
         spent = {"sampled": sampled, "tokens": tokens, "layer_tokens": layer_tokens}
         spent = {k: np.append(0, v.cumsum()) for k, v in spent.items()}
         # a step counts what a plain step would
@@ -137,10 +152,12 @@ def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seq
     lr = lr_at(units[lr_unit or budget][1:steps + 1], learning_rate, min_lr, warmup, decay, lr_decay)
     t = np.arange(steps)
     if store is not None and sampler is None:
-        sampler = make_sampler(store, pools, pool_order, steps, plain_steps, B, seed)
+        sampler = make_sampler(store, pools, pool_order, steps, plain_steps, batch[:steps], seed)
     size = sampler.pool_size(t) if sampler else np.zeros(steps, int)
-    return Plan(steps, plain_steps, mode, {p.name: p.limit(t, plain_steps) for p in pools}, size, length[:steps],
-                keep[:steps], rows[:steps], tokens[:steps], lr, {k: v[:steps + 1] for k, v in spent.items()}, sampler)
+    limits, spent = {p.name: p.limit(t, plain_steps) for p in pools}, {k: v[:steps + 1] for k, v in spent.items()}
+    length, keep, batch, rows, tokens = (a[:steps] for a in (length, keep, batch, rows, tokens))
+    return Plan(steps, plain_steps, mode, limits, size, length, keep, batch, rows, tokens, ltd_layers, lr, spent,
+                sampler)
 
 
 def make_sampler(store, pools, pool_order, n_steps, plain_steps, global_batch, seed):

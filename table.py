@@ -5,6 +5,7 @@ best by mean, by its last checkpoint's loss over the same full-length validation
 """
 import json
 import math
+import re
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from output import read_log
 
 @dataclass
 class TableConfig:
+    against: str = "dense"      # the arm that the others are compared with, in pairs of equal seeds
+    match: bool = False         # instead: at which part of the dense budget an arm reaches the dense loss
     png: str = "table.png"      # where to draw loss over layer-tokens; empty = nowhere
 
 
@@ -32,16 +35,26 @@ def read_run(folder):
 
 def arm_of(config):
     """A run's arm, named by its techniques."""
-    order = config.get("pool_order", "easy_first").replace("easy_first", "")
-    parts = [f"{p.partition(':')[0]} {order}".strip() for p in config["pool"] if p != "off"]
-    parts += [config["seqlen"].partition(":")[0]] * (config["seqlen"] != "off") + ["LTD"] * (config["ltd"] != "off")
-    return " + ".join(parts) or "dense"
+    c = {"pool_order": "easy_first", "ltd_dense": "ends", "ltd_redraw": "layer", "ltd_choice": "random", "lr_unit": "",
+         "batch_ramp": False, "ltd": "off", **config}               # runs of an earlier version lack some flags
+    order = c["pool_order"].replace("easy_first", "").replace("_", " ")
+    parts = [f"{p.partition(':')[0]} {order}".strip() for p in c["pool"] if p != "off"]
+    parts += [c["seqlen"].partition(":")[0]] * (c["seqlen"] != "off")
+    if c["ltd"] != "off":
+        start, end = re.match(r"([^:]+?)\.\.([^:]+):", c["ltd"]).groups()
+        kind = "LTD" if c["ltd_choice"] == "random" else "TokenBypass"
+        parts.append(kind + f" constant {start}" * (start == end) + " one draw" * (c["ltd_redraw"] == "once")
+                     + {"ends": "", "first": ", last layer too", "last": ", first layer too",
+                        "none": ", first and last layer too"}[c["ltd_dense"]])
+    name = " + ".join(parts) or "dense"
+    name = f"dense, batches as {name}" if c["batch_ramp"] else name
+    return name + f", rate by {c['lr_unit']}" * bool(c["lr_unit"])
 
 
 # what runs of one arm may differ in
 OF_A_RUN = {"seed", "learning_rate", "min_lr", "out", "resume", "overwrite", "stop_step", "trace", "wandb",
             "keep_ckpts", "save_interval", "log_interval", "eval_interval", "data", "device", "ltd_kernel",
-            "dist_timeout"}
+            "dist_timeout", "wandb_group"}
 # two-sided 95 % points of Student's t, by degrees of freedom
 T95 = [math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26]
 
@@ -50,67 +63,115 @@ def mean_sd(values):
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else math.nan
 
 
-def bench_table(cfg, folders):
+def read_arms(folders, free=()):
+    """{arm: {key: {seed: (last record, curve, config)}}}, key: the learning rate, or (budget, rate) where train_tokens
+    is free. Refuses runs that cannot stand in one table."""
     if not folders:
         raise ValueError("table needs the folders of finished runs: python bench.py table out/my_runs/*")
-    runs = defaultdict(lambda: defaultdict(dict))           # arm -> learning rate -> seed -> run
-    fingerprints, same = set(), {}
+    arms, same, corpora = defaultdict(lambda: defaultdict(dict)), {}, set()
     for folder in folders:
         about, last, curve = read_run(folder)
         c = about["config"]
-        fingerprints.add(about["fingerprint"])
-        arm, rest = arm_of(c), {k: c[k] for k in c.keys() - OF_A_RUN}
-        differs = sorted(k for k in rest if rest[k] != same.setdefault(arm, rest)[k])
-        twins = runs[arm][c["learning_rate"]]
+        corpora.add(about["fingerprint"])
+        arm, rest = arm_of(c), {k: c[k] for k in c.keys() - OF_A_RUN - set(free)}
+        differs = sorted(k for k in rest if rest[k] != same.setdefault(arm, rest).get(k))
+        twins = arms[arm][(c["train_tokens"], c["learning_rate"]) if free else c["learning_rate"]]
         if differs or c["seed"] in twins:
             what = f"other --{differs[0]}" if differs else "same learning rate and seed"
             raise ValueError(f"{folder} is an arm '{arm}' with {what} as another folder; give them to two tables")
-        twins[c["seed"]] = (last, curve)
-    if len(fingerprints) > 1:
-        raise ValueError(f"these runs are of different corpora ({', '.join(sorted(fingerprints))}); "
+        twins[c["seed"]] = (last, curve, c)
+    if len(corpora) > 1:
+        raise ValueError(f"these runs are of different corpora ({', '.join(sorted(corpora))}); "
                          "compare one corpus at a time")
-    mean_loss = lambda seeds: mean_sd([r[0]["val_loss"] for r in seeds.values()])[0]
-    best = {arm: min(rates, key=lambda lr: mean_loss(rates[lr])) for arm, rates in runs.items()}
-    dense = runs["dense"][best["dense"]] if "dense" in runs else {}
-    print(f"corpus {fingerprints.pop()}; last checkpoint, full-length dense evaluation; "
+    return arms, corpora.pop()
+
+
+def mean_loss(seeds):
+    return mean_sd([r[0]["val_loss"] for r in seeds.values()])[0]
+
+
+def bench_match(cfg, folders):
+    """How much less? Every arm at several budgets, each run fully decayed inside its own, each at its best rate;
+    between two budgets the loss is taken to fall evenly with the logarithm of the budget."""
+    arms, corpus = read_arms(folders, ("train_tokens", "warmup_tokens", "decay_tokens"))
+    if "dense" not in arms:
+        raise ValueError("--match needs runs of the dense arm among the folders")
+    best = {}                                           # arm -> {budget: (loss, rate, n)}
+    for arm, runs in arms.items():
+        for (budget, lr), seeds in runs.items():
+            tried = best.setdefault(arm, {})
+            tried[budget] = min(tried.get(budget, (math.inf,)), (mean_loss(seeds), lr, len(seeds)))
+    whole = max(best["dense"])
+    goal = best["dense"][whole][0]
+    budgets = sorted({b for tried in best.values() for b in tried})
+    print(f"corpus {corpus}; dense at {whole:,} reaches {goal:.4f}\n\n| arm | "
+          + " | ".join(f"{b / whole:.0%} of the budget" for b in budgets) + " | reaches the dense loss at |\n|"
+          + "---|" * (len(budgets) + 2))
+    result = {"bench": "match", "goal": round(goal, 4), "fraction": {}}
+    for arm, tried in sorted(best.items(), key=lambda a: (a[0] != "dense", a[0])):
+        at, points = None, sorted((b, loss) for b, (loss, *_) in tried.items())
+        for (b0, l0), (b1, l1) in zip(points, points[1:]):
+            if l0 > goal >= l1:
+                at = math.exp(math.log(b0) + (l0 - goal) / (l0 - l1) * math.log(b1 / b0)) / whole
+        say = f"{at:.0%}" if at else f"below {points[0][0] / whole:.0%}" if points[0][1] <= goal else "not reached"
+        cells = (f"{tried[b][0]:.4f} ({tried[b][1]:g}, n = {tried[b][2]})" if b in tried else "" for b in budgets)
+        print(f"| {arm} | {' | '.join(cells)} | {say} |")
+        result["fraction"][arm] = round(at, 4) if at else say
+    print(json.dumps(result))
+
+
+def bench_table(cfg, folders):
+    if cfg.match:
+        return bench_match(cfg, folders)
+    arms, corpus = read_arms(folders)
+    if cfg.against != "dense" and cfg.against not in arms:
+        raise ValueError(f"--against={cfg.against} is none of these arms: {'; '.join(sorted(arms))}")
+    best = {arm: min(rates, key=lambda lr: mean_loss(rates[lr])) for arm, rates in arms.items()}
+    base = arms[cfg.against][best[cfg.against]] if cfg.against in arms else {}
+    order = sorted(arms, key=lambda a: (a != cfg.against, a != "dense", a))
+    print(f"corpus {corpus}; last checkpoint, full-length dense evaluation; "
           "learning rate: the best by mean of those tried\n")
-    print("| arm | learning rate | validation loss, mean (sd) | n | minus dense, paired, 95 % | tokens sampled "
-          "| with a loss | layer-tokens | seconds |\n|---|---|---|---|---|---|---|---|---|")
-    result = {"bench": "table", "arms": {}}
-    for arm in sorted(runs, key=lambda a: (a != "dense", a)):
-        chosen = runs[arm][best[arm]]
+    print(f"| arm | learning rate | validation loss, mean (sd) | n | minus {cfg.against}, paired, 95 % "
+          "| tokens sampled | with a loss | layer-tokens | PFLOP | seconds |\n|---|---|---|---|---|---|---|---|---|---|")
+    result = {"bench": "table", "against": cfg.against, "arms": {}}
+    for arm in order:
+        chosen = arms[arm][best[arm]]
         mean, sd = mean_sd([r[0]["val_loss"] for r in chosen.values()])
-        diffs = [chosen[s][0]["val_loss"] - dense[s][0]["val_loss"] for s in chosen if s in dense and arm != "dense"]
-        gap = f"{diffs[0]:+.4f} (one pair: no interval)" if diffs else "-"
+        diffs = [chosen[s][0]["val_loss"] - base[s][0]["val_loss"] for s in chosen if s in base and arm != cfg.against]
+        gap, d, half = f"{diffs[0]:+.4f} (one pair: no interval)" if diffs else "-", None, None
         if len(diffs) > 1:
             d, s = mean_sd(diffs)
             half = T95[min(len(diffs), len(T95)) - 1] * s / math.sqrt(len(diffs))
             gap = f"{d:+.4f} +- {half:.4f}" + ("" if abs(d) > half else " (does not differ)")
         first = next(iter(chosen.values()))[0]
         seconds = statistics.mean(r[0]["seconds"] for r in chosen.values())
-        tried = ", ".join(f"{lr:g}" for lr in sorted(runs[arm]))
+        tried = ", ".join(f"{lr:g}" for lr in sorted(arms[arm]))
         spent = " | ".join(f"{first[k] / 1e6:.2f}M" for k in ("sampled", "tokens", "layer_tokens"))
         print(f"| {arm} | {best[arm]:g} of {tried} | {mean:.4f} ({sd:.4f}) | {len(chosen)} | {gap} | {spent} "
-              f"| {seconds:.0f} |")
+              f"| {first.get('flops', math.nan) / 1e15:.3g} | {seconds:.0f} |")
         result["arms"][arm] = {"lr": best[arm], "mean": round(mean, 4), "sd": round(sd, 4) if sd == sd else None,
-                                 "n": len(chosen)}
+                               "n": len(chosen), "gap": d and round(d, 4), "half": half and round(half, 4)}
     print("\nthe sweep: mean validation loss (n)\n")
-    for arm, rates in sorted(runs.items()):
-        cells = (f"{lr:g}: {mean_loss(seeds):.4f} ({len(seeds)})" for lr, seeds in sorted(rates.items()))
-        print(f"    {arm:<24}" + "  ".join(cells))
+    for arm in order:
+        cells = (f"{lr:g}: {mean_loss(seeds):.4f} ({len(seeds)})" for lr, seeds in sorted(arms[arm].items()))
+        print(f"    {arm:<40}" + "  ".join(cells))
     if cfg.png:
         import matplotlib
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
-        _, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-        for arm in sorted(runs, key=lambda a: (a != "dense", a)):
-            curves = [r[1] for r in runs[arm][best[arm]].values()]
+        size = 9, 3.4 + 0.12 * max(0, len(order) - 6)
+        _, axes = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+        for arm in order:
+            curves = [r[1] for r in arms[arm][best[arm]].values()]
             points = [[statistics.mean(v) for v in zip(*at)] for at in zip(*curves)][1:]    # mean over the seeds
             for ax, k in zip(axes, (0, 1)):
                 ax.plot([p[k] for p in points], [p[2] for p in points], marker=".", label=f"{arm} (n = {len(curves)})")
         axes[0].set(xlabel="layer-tokens", ylabel="validation loss (nats a token)")
         axes[1].set(xlabel="training seconds")
-        axes[0].legend()
+        if len(order) > 6:          # many arms: the names go below
+            axes[0].get_figure().legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        else:
+            axes[0].legend()
         plt.savefig(cfg.png, dpi=120)
         print(f"\n{cfg.png}: validation loss over layer-tokens and over seconds")
     print(json.dumps(result))

@@ -39,6 +39,7 @@ from flags import parse_flags, run_command
 from model import GPT, SIZES, forward_flops
 from output import (append_line, device_name, git_hash, newest_checkpoint, peak_flops, plot_loss, print0,
                     prune_checkpoints, read_log, save_checkpoint, start_wandb, wandb_log)
+from plan import check as check_words
 from plan import make_plan, print_plan
 from tokenizer import load_tokenizer
 
@@ -82,6 +83,10 @@ class Config:
     seqlen_multiple: int = 8    # lengths are multiples of this
     ltd: str = "25%..100%:70%"  # PACE of the kept tokens of the middle layers, or off
     ltd_multiple: int = 16      # kept tokens are multiples of this
+    ltd_dense: str = "ends"     # which ends of the stack drop nothing: ends (both), first, last, none
+    ltd_redraw: str = "layer"   # draw afresh for every layer, or once for all of them
+    ltd_choice: str = "random"  # random, or importance: TokenBypass, by the running loss of each token id
+    batch_ramp: bool = False    # control: spend what --seqlen and --ltd would spend a step on fewer whole dense samples
     ltd_kernel: str = "auto"    # auto (the CUDA kernel where it can be built), cuda (or refuse), torch
     # system
     device: str = ""            # cpu, cuda, cuda:1; empty = cuda if there is one
@@ -103,6 +108,7 @@ class Config:
     stop_step: int = 0          # save and end at this step, horizons unchanged; 0 = run to the end
     trace: str = ""             # write one JSON line a step and rank to this file
     wandb: bool = False         # also log to Weights & Biases (offline without a key)
+    wandb_group: str = ""       # the run's group there
     ds_config: str = ""         # a DeepSpeed JSON file: its data_efficiency section, as flags; those given here win
     # instead of training
     plan: bool = False          # print the plan and end
@@ -121,7 +127,8 @@ GPU_SIZE = dict(n_layer=12, n_head=8, n_embd=512, global_batch=64, batch_size=64
 # flags that belong to one call of the command, and those that a resumed run may change: neither touches plan or numbers
 CALL = {"out", "resume", "overwrite", "stop_step", "trace", "plan", "plot", "sample", "ds_config"}
 FREE = CALL | {"data", "device", "batch_size", "compile", "recompute", "eval_interval", "save_interval", "log_interval",
-               "keep_ckpts", "ltd_kernel", "dist_timeout", "wandb", "prompt", "max_new_tokens", "temperature", "top_k"}
+               "keep_ckpts", "ltd_kernel", "dist_timeout", "wandb", "wandb_group", "prompt", "max_new_tokens",
+               "temperature", "top_k"}
 
 # -----------------------------------------------------------------------------
 # settings: what the flags, the device and a checkpoint make of a Config
@@ -166,7 +173,10 @@ def check(cfg, given, world):
                          f"take {world} or more")
     if cfg.trace and not Path(cfg.trace).absolute().parent.is_dir():
         raise ValueError(f"--trace={cfg.trace}: its folder does not exist; make it first")
-    for idle, flags, why in ((cfg.ltd == "off", ("ltd_kernel", "ltd_multiple"), "--ltd=off"),
+    check_words(ltd_redraw=(cfg.ltd_redraw, ("layer", "once")), ltd_choice=(cfg.ltd_choice, ("random", "importance")))
+    for idle, flags, why in ((cfg.ltd == "off", [f for f in given if f.startswith("ltd_")], "--ltd=off"),
+                             (cfg.ltd_choice == "importance", ("ltd_redraw",), "--ltd_choice=importance"),
+                             (not cfg.wandb, ("wandb_group",), "no --wandb"),
                              (cfg.seqlen == "off", ("seqlen_multiple",), "--seqlen=off"),
                              (cfg.pool == ["off"], ("pool_order",), "--pool=off"),
                              (cfg.lr_decay == "constant", ("min_lr", "decay_tokens"), "--lr_decay=constant"),
@@ -274,6 +284,9 @@ def main():
         raise ValueError(f"{path} was trained on other data ({checkpoint['fingerprint']}) than {cfg.data} "
                          f"({fingerprint}); give its --data=FOLDER")
     plan = plan_of(cfg, store)
+    if plan.batch.min() < world:
+        raise ValueError(f"step {plan.batch.argmin()} has {plan.batch.min()} samples for {world} ranks; "
+                         "take fewer ranks, or a larger --global_batch")
     tokenizer = load_tokenizer(cfg.data)
     out = Path(cfg.out)
     if ((out / "log.jsonl").exists() or list(out.glob("ckpt_*.pt"))) and not cfg.resume and not cfg.overwrite:
@@ -289,7 +302,7 @@ def main():
         torch.use_deterministic_algorithms(True)
     kernel = "off" if cfg.ltd == "off" else ltd.load_kernel(cfg.ltd_kernel, device)
     model = GPT(store.meta["vocab_size"], cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.dropout, cfg.bias,
-                cfg.pos, cfg.init_std, cfg.recompute, getattr(torch, cfg.dtype)).to(device)
+                cfg.pos, cfg.init_std, cfg.recompute, getattr(torch, cfg.dtype), plan.ltd_layers).to(device)
     if found:
         model.load_state_dict(checkpoint["model"])
 
@@ -342,9 +355,15 @@ def main():
               dict(params=params[n_matrices:], weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
     seconds, skipped, scale, good = 0.0, 0, 2.0**16 if cfg.dtype == "float16" else 1.0, 0  # scale: of a float16 loss
+    score = by_id = None                                # TokenBypass: the running loss of every token id
+    if cfg.ltd_choice == "importance":
+        score, by_id = (torch.zeros(*shape, store.meta["vocab_size"], dtype=torch.float64, device=device)
+                        for shape in ((), (2,)))
     if found:
         seconds, skipped, scale, good = (checkpoint[k] for k in ("seconds", "skipped", "scale", "good"))
         optimizer.load_state_dict(checkpoint["optimizer"])
+        if score is not None:
+            score.copy_(checkpoint["score"])
         del checkpoint, found
         print0(f"resumed from {path} at step {start}")
     elif cfg.resume:
@@ -361,7 +380,7 @@ def main():
            f"data {cfg.data} ({fingerprint}), {store.n_samples:,} samples of {cfg.block_size} | "
            f"{plan.steps} steps (plain: {plan.plain_steps})\n"
            f"pool {' '.join(cfg.pool)} | seqlen {cfg.seqlen} | ltd {cfg.ltd}\nltd: {kernel}")
-    run = start_wandb(out, dataclasses.asdict(cfg) | about) if cfg.wandb and rank == 0 else None
+    run = start_wandb(out, dataclasses.asdict(cfg) | about, cfg.wandb_group) if cfg.wandb and rank == 0 else None
     if rank == 0:
         append_line(log, {"config": dataclasses.asdict(cfg), **about, "start": start})
 
@@ -371,16 +390,15 @@ def main():
             wandb_log(run, record)
 
     # the data: every rank draws the global batch and takes its share, so that ranks agree without talking
-    first, last = cfg.global_batch * rank // world, cfg.global_batch * (rank + 1) // world
-
     def make_batch(step):
+        first, last = (int(plan.batch[step]) * r // world for r in (rank, rank + 1))
         ids = plan.sampler.ids(step)[first:last]
         cut = curriculum.reshape if plan.mode == "reshape" else curriculum.truncate
         x, y = cut(store.rows(ids), int(plan.length[step]))                         # (b, T+1) -> (b*pieces, L) twice
         pieces = len(x) // len(ids)
         place = np.arange(first * pieces, last * pieces)                            # of the rows in the global batch
         tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in (x, y, place)]
-        return ids, pieces, [t.pin_memory() for t in tensors] if device != "cpu" else tensors
+        return ids, pieces, first, [t.pin_memory() for t in tensors] if device != "cpu" else tensors
 
     @torch.no_grad()
     def evaluate():
@@ -397,8 +415,10 @@ def main():
 
     told = []                                           # SIGTERM: save and end after the step under way
     signal.signal(signal.SIGTERM, lambda *_: told.append(True))
-    n_ltd, vocab_size = len(model.ltd_layers) if cfg.ltd != "off" else 0, store.meta["vocab_size"]
-    layers = torch.tensor(model.ltd_layers, device=device)
+    n_ltd, vocab_size = len(plan.ltd_layers), store.meta["vocab_size"]
+    layers = torch.tensor(plan.ltd_layers, device=device)
+    if cfg.ltd_redraw == "once":                        # the draw is keyed on the layer: one key, one draw
+        layers = layers[:1].repeat(n_ltd)
     # backward costs twice the forward pass
     flops = np.array([3 * r * forward_flops(cfg.n_layer, cfg.n_embd, vocab_size, T, K, n_ltd)
                       for r, T, K in zip(plan.rows.tolist(), plan.length.tolist(), plan.keep.tolist())], float)
@@ -413,30 +433,37 @@ def main():
         if rank == 0 and step > saved and (end or step % cfg.save_interval == 0) and (not bad or scale > 1):
             save_checkpoint(out, {"step": step, "seconds": seconds, "skipped": skipped, "scale": scale, "good": good,
                                   "fingerprint": fingerprint, "config": dataclasses.asdict(cfg),
-                                  "model": model.state_dict(), "optimizer": optimizer.state_dict()})
+                                  "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                                  **({} if score is None else {"score": score})})
             saved = step
         if (end or step % cfg.eval_interval == 0) and not stop:
             val_loss = evaluate()
             print0(f"step {step:05d}/{plan.steps:05d} | validation loss {val_loss:.4f}")
-            record_line({"step": step, "val_loss": val_loss, "seconds": seconds, **spent})
+            record_line({"step": step, "val_loss": val_loss, "seconds": seconds, "flops": flops[:step].sum(), **spent})
         if end:
             break
 
         # forward and backward, micro-batch by micro-batch
         t0 = time.perf_counter()
-        ids, pieces, tensors = next(batches)
+        ids, pieces, first, tensors = next(batches)
         x, y, place = (t.to(device, non_blocking=True) for t in tensors)
         T, K, n, lr = int(plan.length[step]), int(plan.keep[step]), int(plan.tokens[step]), float(plan.lr[step])
         micro, total, hashes = cfg.batch_size * pieces, torch.zeros((), device=device), []
         for i in range(0, len(x), micro):
             part = slice(i, i + micro)
-            keep = ltd.draw(cfg.seed, step, place[part], layers, T, K) if K < T else None
+            keep = None
+            if K < T:
+                keep = (ltd.draw(cfg.seed, step, place[part], layers, T, K) if score is None else
+                        ltd.important(score, x[part], K, n_ltd))
             # dropout's masks follow from (seed, step, the micro-batch's first row): a resume needs no generator's
             # state, and ranks equal one process wherever their micro-batches begin at the same rows
             if cfg.dropout:
                 torch.manual_seed(np.random.SeedSequence((cfg.seed, step, first * pieces + i)).generate_state(1).item())
             with net.no_sync() if world > 1 and i + micro < len(x) else contextlib.nullcontext():
-                loss = net(x[part], y[part], keep)
+                loss = net(x[part], y[part], keep, "sum" if score is None else "none")
+                if score is not None:                   # (b*T,) losses to their target ids
+                    loss, each = loss.sum(), torch.stack((loss.detach().double(), (y[part].reshape(-1) >= 0).double()))
+                    by_id.index_add_(1, y[part].reshape(-1).clamp(min=0), each)
                 (loss * (world * scale / n)).backward()     # sum / targets of the global batch; DDP divides by world
             total += loss.detach()
             if trace is not None:
@@ -446,6 +473,12 @@ def main():
             message = torch.stack((total.double(), torch.tensor(float(stop), dtype=torch.float64, device=device)))
             dist.all_reduce(message)
             total, stop = message[0], bool(message[1] > 0)
+
+        if score is not None:
+            if world > 1:
+                dist.all_reduce(by_id)
+            ltd.rescore(score, by_id)
+            by_id.zero_()
 
         # clip and update, or skip: the norm is the same on all ranks, and so is what follows from it. It costs a sync
         grads = [p.grad for p in params]

@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# The paper's ablations (arXiv 2212.03597 tables 3 to 5, 2211.11586 section 4) on the embedded corpus, at equal layer-tokens.
+# Needs: 2 CPU cores and about an hour, or a GPU (JOBS=1, SIZE, TOKENS and DATA as large as you like). Every arm is
+# swept over the learning rate, decays fully inside its own budget, and is paired with dense by seed; the headline arms have
+# five seeds at their best rate. Finished runs are not run again, interrupted ones go on.
+#
+#     runs/ablation.sh             all of it, then the tables (out/ablation/table.md, match.md, *.png)
+#     runs/ablation.sh --quick     every arm at a toy size, one rate and seed, in minutes: to see that it works
+#
+# What the paper reports, for its models: token dropping and curricula beat dense training at the same layer-tokens, both
+# together are best; a growing K beats a constant one, a fresh draw a layer beats one draw for all, dense ends are needed,
+# a rate by layer-tokens beats one by steps, random dropping beats TokenBypass on GPT.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python} out=${OUT:-out/ablation} jobs=${JOBS:-2}
+size=${SIZE:---n_layer=6 --n_head=4 --n_embd=64 --block_size=128} tokens=${TOKENS:-400000}
+data=${DATA:-data/stdlib_bytes}         # Python's standard library, byte by byte: a small vocabulary for a small model
+rates=${RATES:-2e-3 4e-3 8e-3} seeds=${SEEDS:-1 2 3} more=${MORE:-4 5} budgets="50 67"
+if [ "${1:-}" = --quick ]; then
+    out=${OUT:-out/ablation_quick} size="--n_layer=4 --n_head=2 --n_embd=16 --block_size=32" tokens=6000 rates=4e-3 seeds=1 more=2
+fi
+block=$(echo "$size" | grep -o "block_size=[0-9]*" | cut -d= -f2)
+[ -f "$data/meta.json" ] || $python data_analyze.py --tokenizer=bytes --out="$data" --metric=
+[ -f "$data/T$block/voc.rank.npy" ] || $python data_analyze.py --data="$data" --block_size="$block"
+
+off="--pool=off --seqlen=off" cl="--pool=voc:30%..100%:40%:sqrt" len="25%..100%:40%" ltd="--ltd=25%..100%:70%"
+arm() {         # the flags of an arm; the defaults are voc + truncate + LTD
+    case $1 in
+        dense)        echo "$off --ltd=off" ;;
+        ramp)         echo "--pool=off --seqlen=truncate:$len $ltd --batch_ramp" ;;    # as many updates as truncate + LTD
+        truncate)     echo "--pool=off --seqlen=truncate:$len --ltd=off" ;;
+        reshape)      echo "--pool=off --seqlen=reshape:$len --ltd=off" ;;
+        voc)          echo "$cl --seqlen=off --ltd=off" ;;
+        hard)         echo "$cl --pool_order=hard_first --seqlen=off --ltd=off" ;;
+        random)       echo "$cl --pool_order=random --seqlen=off --ltd=off" ;;
+        voc_truncate) echo "$cl --seqlen=truncate:$len --ltd=off" ;;
+        voc_reshape)  echo "$cl --seqlen=reshape:$len --ltd=off" ;;
+        ltd)          echo "$off $ltd" ;;
+        constant)     echo "$off --ltd=75%..75%:0" ;;     # about the mean of the growing K over its run (NOTES.md)
+        once)         echo "$off $ltd --ltd_redraw=once" ;;
+        no_ends)      echo "$off $ltd --ltd_dense=none" ;;
+        bypass)       echo "$off $ltd --ltd_choice=importance" ;;
+        ltd_steps)    echo "$off $ltd --lr_unit=steps" ;;
+        all)          echo "$cl --seqlen=truncate:$len $ltd" ;;
+        all_steps)    echo "$cl --seqlen=truncate:$len $ltd --lr_unit=steps" ;;
+    esac
+}
+arms="dense all ltd voc_truncate truncate voc reshape voc_reshape ramp constant once no_ends bypass ltd_steps all_steps hard random"
+line() {        # arm, rate, seed, budget -> the command of one run; the floor of the decay is a tenth of the peak
+    floor=$(awk "BEGIN { print $2 / 10 }")
+    echo "--out=$out/$1-lr$2-s$3-b$4 --learning_rate=$2 --min_lr=$floor --seed=$3 --train_tokens=$((tokens * $4 / 100)) $(arm "$1")"
+}
+go() {          # run what is on standard input, a run a line; one that has ended says so and costs nothing
+    OMP_NUM_THREADS=${THREADS:-1} xargs -P "$jobs" -I{} sh -c "$python train.py --data=$data $size --eval_samples=512 --eval_interval=50 \
+        --save_interval=1000 --keep_ckpts=1 --max_new_tokens=1 --resume {} > /dev/null || exit 255"
+}
+table() { $python bench.py table "$@" --png="$png" > "$file" || { cat "$file"; exit 1; }; }
+
+for s in $seeds; do for a in $arms; do for r in $rates; do line "$a" "$r" "$s" 100; done; done; done | go
+
+# more seeds of the headline arms, and smaller budgets, at the rate that is the best by mean
+best() { $python bench.py table "$out/$1"-lr*-b100 --png= | tail -1 | $python -c "import json, sys; print(f'{next(iter(json.load(sys.stdin)[\"arms\"].values()))[\"lr\"]:g}')"; }
+for a in dense all ltd voc_truncate; do
+    r=$(best $a)
+    r=$(for x in $rates; do awk "BEGIN { if ($x == $r) print \"$x\" }"; done)       # as it is spelt in the names
+    for s in $more; do line $a "$r" "$s" 100; done
+    [ $a = dense ] || for b in $budgets; do for s in $seeds; do line $a "$r" "$s" "$b"; done; done
+done | go
+
+file=$out/table.md png=$out/table.png
+table "$out"/*-b100
+file=$out/match.md png=
+table "$out"/{dense,all,ltd,voc_truncate}-lr*-b* --match
+cat "$out/table.md" "$out/match.md"
