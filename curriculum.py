@@ -75,13 +75,17 @@ class Pace:
                   f"    example      {flag}={example}")
         if not m or bool(m[1]) != named or m[3] != m[5]:
             raise ValueError(refuse)
-        shape = m[8] or "linear"
-        if not re.fullmatch(r"linear|sqrt|root[1-9]\d*|constant|[\d.]+@\d+(,[\d.]+@\d+)*|.+\.py:\w+", shape):
+        shape, level = m[8] or "linear", r"\d+(?:\.\d+)?@\d+"
+        if not re.fullmatch(rf"linear|sqrt|root[1-9]\d*|constant|{level}(,{level})*|.+\.py:\w+", shape):
             raise ValueError(refuse)
         p = cls(m[1] or "", float(m[2]), float(m[4]), m[3] == "%", float(m[6]), m[7] == "%", shape, text.strip())
         if p.start > p.end:
             raise ValueError(f"{flag}={text}: START {p.start:g} is above END {p.end:g}; a pace only grows. "
                              f"Example: {flag}={example}")
+        if "@" in shape and ".py:" not in shape:
+            levels, last = zip(*(map(float, pair.split("@")) for pair in shape.split(",")))
+            if list(levels) != sorted(levels) or list(last) != sorted(set(last)):
+                raise ValueError(f"{flag}={text}: levels and their last steps must rise, as in 16@99,32@499")
         if p.percent and p.end > 100:
             raise ValueError(f"{flag}={text}: END {p.end:g}% is above 100%. Example: {flag}={example}")
         return p
@@ -109,14 +113,17 @@ class Pace:
             f = load_function(self.shape)
             t = np.asarray(step)
             d = np.array([float(f(int(i))) for i in t.ravel()]).reshape(t.shape)
+            if not np.isfinite(d).all():
+                raise ValueError(f"{self.text}: {self.shape} gives no finite number at step "
+                                 f"{t.ravel()[np.argmin(np.isfinite(d))]}")
             return snap(np.clip(d, start, end), d >= end, start, end, multiple)
         root = {"linear": 1, "sqrt": 2}.get(self.shape) or int(self.shape[4:])
         return pace(step, start, end, duration, root, multiple)
 
     def limit(self, step, plain_steps):
         """The difficulty limit of a pool at step(s). A bound with a fraction (0.2..0.9) means a scale finer than 1, a
-        compression ratio or a loss, and is not rounded."""
-        return self.at(step, plain_steps, 1 if self.percent or self.start % 1 == self.end % 1 == 0 else None)
+        compression ratio, a loss or 0.5%, and is not rounded."""
+        return self.at(step, plain_steps, 1 if self.start % 1 == self.end % 1 == 0 else None)
 
 
 def load_function(spec):
@@ -142,6 +149,8 @@ CHUNK = 1 << 20         # samples in flight: a column of a hundred million is ne
 def ranks(values):
     """Place of each sample in the order by (value, sample id): (N,) int32, a permutation of 0..N-1. What a percentile
     is counted in. A sort, so it is made once, offline, and kept beside the column."""
+    if len(values) >= NEVER:
+        raise ValueError(f"{len(values):,} samples are more than 31 bits can number; take a larger block_size")
     order = np.argsort(values)          # not stable but four times as fast; a few that are equal are put right
     ordered = values[order]
     same = np.append(ordered[1:] == ordered[:-1], False)        # as the next one
@@ -173,8 +182,10 @@ def admission(columns, paces, n_steps, plain_steps):
         level, first = np.unique(limit, return_index=True)      # (n_levels,) and the step where each begins
         first = np.append(first, NEVER).astype(np.int32)
         table = None        # small whole numbers: a look-up, ten times as fast as a search
-        if p.percent or (column.dtype.kind in "iu" and level[-1] < CHUNK):
+        if level.dtype.kind == "i" and (p.percent or column.dtype.kind in "iu") and level[-1] < CHUNK:
             table = first[np.searchsorted(level, np.arange(int(level[-1]) + 2))]
+        elif p.percent:     # fractions of a percent: the size of the pool at each level, less one, is the last rank in
+            level = np.maximum(1, np.ceil(n * level / 100 - 1e-9)) - 1
         when.append((level, first, table))
     out = np.zeros(n, np.int32)
     for i in range(0, n, CHUNK):
@@ -184,7 +195,8 @@ def admission(columns, paces, n_steps, plain_steps):
             if not np.isfinite(chunk).all():
                 raise ValueError(f"--pool={p.text}: sample {i + int(np.argmin(np.isfinite(chunk)))} has no finite "
                                  f"{p.name}")
-            if p.percent:   # rank r is in when r < N * d / 100: from d = floor(100 r / N) + 1 on; the easiest, always
+            if p.percent and table is not None:
+                # rank r is in when r < N * d / 100: from d = floor(100 r / N) + 1 on; the easiest one is always in
                 key = np.where(chunk == 0, 0, 100 * chunk.astype(np.int64) // n + 1)
                 step = table[np.minimum(key, len(table) - 1)]
             elif table is not None:
@@ -195,8 +207,8 @@ def admission(columns, paces, n_steps, plain_steps):
     if out.min() > 0:
         what = "; ".join(f"{p.text} begins at {p.start:g}" + (f", the easiest sample has {np.min(c):g}"
                          if not p.percent else "%") for c, p in zip(columns, paces))
-        raise ValueError(f"--pool: no sample is admitted at step 0 ({what}); "
-                         "start higher, or by percentile as in --pool=voc:1%..100%:40%")
+        raise ValueError(f"--pool: no sample is admitted at step 0{' by all of them' * (len(paces) > 1)} ({what}); "
+                         "start higher" + ", or by percentile as in --pool=voc:1%..100%:40%" * (len(paces) == 1))
     return out
 
 
@@ -247,6 +259,8 @@ class Sampler:
         self.n, self.batch, self.seed = n_samples, np.atleast_1d(global_batch), seed
         if n_samples < 1 or self.batch.min() < 1:
             raise ValueError(f"a sampler needs samples and a batch, not {n_samples} and {global_batch}")
+        if admitted_at is not None and np.min(admitted_at) > 0:
+            raise ValueError("a sampler needs a sample at step 0")
         if admitted_at is None:
             self.order = np.arange(n_samples, dtype=np.int32)
             self.steps, self.sizes = np.zeros(1), np.array([n_samples])

@@ -10,6 +10,9 @@ import hashlib
 import json
 import os
 import queue
+import re
+import secrets
+import shlex
 import threading
 from pathlib import Path
 
@@ -20,7 +23,7 @@ def write_atomic(path, write):
     """Call write(file) on a temporary name beside `path`, sync it to disk, rename it into place. On any error the
     temporary file goes and what stood under the name before stays."""
     path = Path(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")  # hosts may share a folder
     try:
         with open(temporary, "wb") as f:
             write(f)
@@ -29,6 +32,11 @@ def write_atomic(path, write):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def digest_of(file):
+    """A digest of a file's content; empty where there is none."""
+    return hashlib.blake2b(Path(file).read_bytes()).hexdigest() if file and Path(file).is_file() else ""
 
 
 def read_json(path, fields):
@@ -56,7 +64,7 @@ def read_meta(folder):
     else:
         parts = {"train": [], "val": []}
         for file in sorted(folder.glob("*.bin")):
-            parts["val" if "val" in file.name else "train"].append(foreign_part(file))
+            parts["val" if re.search("(?<![a-z])val", file.name) else "train"].append(foreign_part(file))
         if not parts["train"]:
             raise ValueError(f"{folder} holds neither meta.json nor .bin files for training; make the data with: "
                              f"python data_analyze.py --text=FILE_OR_FOLDER --out={folder}")
@@ -68,17 +76,18 @@ def read_meta(folder):
         digest = hashlib.blake2b(digest_size=6)
         for file in (p.file for split in parts.values() for p in split):
             digest.update(f"{file.name} {file.stat().st_size}".encode())
-            with open(file, "rb") as f:         # the two ends: reading all of a large corpus would take minutes
-                digest.update(f.read(1 << 20))
-                f.seek(-min(1 << 20, file.stat().st_size), os.SEEK_END)
-                digest.update(f.read())
+            for part in filter(Path.is_file, (file, file.with_suffix(".idx"))):
+                with open(part, "rb") as f:     # the two ends: reading all of a large corpus would take minutes
+                    digest.update(f.read(1 << 20))
+                    f.seek(-min(1 << 20, part.stat().st_size), os.SEEK_END)
+                    digest.update(f.read())
         meta = {"dtype": kinds[0], "vocab_size": vocab_size, "eot_id": eot_id, "fingerprint": digest.hexdigest(),
                 "tokens": {split: sum(p.tokens for p in files) for split, files in parts.items()}}
     for part in (p for split in parts.values() for p in split):
         least = part.offset + part.tokens * np.dtype(part.dtype).itemsize
         size = part.file.stat().st_size if part.file.is_file() else -1
-        # a file of ours, or of nanoGPT's, holds tokens and nothing else
-        if size < least or (size > least and part.offset == 0 and not part.file.with_suffix(".idx").is_file()):
+        # only a file with a header may hold something behind its tokens
+        if size < least or part.tokens < 0 or (size > least and part.offset == 0):
             has = "no file" if size < 0 else f"{size} bytes"
             if least or size > 0:
                 raise ValueError(f"{part.file} has {has}, {least} are promised; make the data again")
@@ -115,6 +124,8 @@ def foreign_part(file):
             raise ValueError(f"{index} is no Megatron index (it does not begin with MMIDIDX)")
         if raw[17] not in MEGATRON:
             raise ValueError(f"{index}: its numbers are of kind {raw[17]}; tokens must be uint8, uint16 or int32")
+        if index.stat().st_size < 34 + 4 * int.from_bytes(raw[18:26], "little"):
+            raise ValueError(f"{index} is cut short; fetch the pair again")
         return Part(file, MEGATRON[raw[17]], 0, int(megatron_lengths(index).sum(dtype=np.int64)))
     header = np.fromfile(file, np.int32, 3)
     if len(header) == 3 and header[0] in LLMC:
@@ -126,7 +137,7 @@ def document_starts(parts, eot_id):
     """Where documents begin, counted in tokens over the `parts` of a split: int64. A document ends with eot_id and with
     its file; in a Megatron pair, where the index says. For stores made elsewhere; one pass over the tokens."""
     starts, base = [], 0
-    for p in parts:
+    for p in (p for p in parts if p.tokens):
         if p.file.with_suffix(".idx").is_file():
             inner = megatron_lengths(p.file.with_suffix(".idx")).cumsum(dtype=np.int64)
         else:
@@ -135,13 +146,16 @@ def document_starts(parts, eot_id):
                                     for i in range(0, p.tokens, chunk)])
         starts.append(base + np.append(0, inner[inner < p.tokens]))
         base += p.tokens
-    return np.concatenate(starts)
+    return np.concatenate(starts or [np.empty(0, np.int64)])
 
 
 def documents_file(folder, meta, split):
     """train.docs.npy of a store of ours; one made for files from elsewhere bears their fingerprint."""
     own = (Path(folder) / "meta.json").is_file()
     return Path(folder) / (f"{split}.docs.npy" if own else f"{split}.{meta['fingerprint']}.docs.npy")
+
+
+BUILT_IN = ("voc", "seqlen", "seqlen_voc", "zlib", "loss")      # difficulty.py's metrics, by name
 
 
 class Store:
@@ -200,8 +214,10 @@ class Store:
             for row, start, n, i in zip(rows, starts, self.lengths[ids], np.searchsorted(self._ends, starts, "right")):
                 at = start - (self._ends[i] - len(self.tokens[i]))
                 row[:n + 1] = self.tokens[i][at:at + n + 1]
-        if rows.size and not (0 if self.lengths is None else -1) <= rows.min() <= rows.max() < self.meta["vocab_size"]:
-            raise ValueError(f"{self.folder}, split {self.split}, holds token {rows.max()}; "
+        real = rows if self.lengths is None else rows[np.arange(self.block_size + 1) <= self.lengths[ids, None]]
+        if real.size and not 0 <= real.min() <= real.max() < self.meta["vocab_size"]:
+            wrong = real.min() if real.min() < 0 else real.max()
+            raise ValueError(f"{self.folder}, split {self.split}, holds token {wrong}; "
                              f"its vocab_size is {self.meta['vocab_size']}")
         return rows
 
@@ -224,8 +240,10 @@ class Store:
         of other data by its fingerprint."""
         base = self.columns / metric.rpartition(":")[2]                                 # my.py:f is kept as f
         file, note = (base.with_name(base.name + end) for end in (".rank.npy" if ranked else ".npy", ".json"))
-        again = (f"python data_analyze.py --data={self.folder} --block_size={self.block_size} --metric={metric}"
-                 + " --samples=document" * (self.lengths is not None))
+        name = metric if metric in BUILT_IN or ".py:" in metric else f"FILE.py:{metric}"
+        name += " --checkpoint=out/RUN/ckpt_STEP.pt" * (metric == "loss")
+        again = (f"python data_analyze.py --data={shlex.quote(str(self.folder))} --block_size={self.block_size} "
+                 f"--metric={name}" + " --samples=document" * (self.lengths is not None or metric.startswith("seqlen")))
         if not file.is_file() or not note.is_file():
             have = ", ".join(sorted(p.stem for p in self.columns.glob("*.json"))) or "none"
             raise ValueError(f"{file} is missing (columns there: {have}); make it with: {again}")
@@ -233,6 +251,9 @@ class Store:
         if info["fingerprint"] != self.meta["fingerprint"]:
             raise ValueError(f"{file} belongs to other data ({info['fingerprint']}, "
                              f"not {self.meta['fingerprint']}); make it again: {again}")
+        code = Path(metric.rpartition(":")[0])
+        if ".py:" in metric and code.is_file() and info.get("code") != digest_of(code):
+            raise ValueError(f"{file} was made by another {metric}; make it again: {again}")
         values = np.load(file, mmap_mode="r")
         if len(values) != self.n_samples:
             raise ValueError(f"{file} has {len(values)} values for {self.n_samples} samples; make it again: {again}")

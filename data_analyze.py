@@ -11,6 +11,8 @@ stands beside it), a second one turns tokens into one number a sample. Paper: ar
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 import sys
 import time
@@ -26,8 +28,8 @@ import parts
 from data import document_starts, documents_file, read_meta, write_atomic
 from difficulty import METRICS, analyze, show
 from flags import parse_flags, run_command
-from text import STDIN, documents, embedded_files, text_files
-from tokenizer import Tokenizer
+from text import SKIPPED, STDIN, documents, embedded_files, text_files
+from tokenizer import Tokenizer, read_tokenizer
 
 EMBEDDED = "data/stdlib"
 PATTERN = (r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"""
@@ -66,10 +68,7 @@ def get_tokenizer(cfg, files):
     if cfg.tokenizer == "bytes":
         return Tokenizer({"kind": "bytes"})
     if cfg.tokenizer.endswith(".json"):
-        try:
-            return Tokenizer(json.loads(Path(cfg.tokenizer).read_text()))
-        except (OSError, KeyError, json.JSONDecodeError) as e:
-            raise ValueError(f"--tokenizer={cfg.tokenizer} is no saved tokenizer ({type(e).__name__}: {e})") from None
+        return read_tokenizer(cfg.tokenizer)
     if cfg.tokenizer != "bpe":
         return Tokenizer({"kind": "tiktoken", "name": cfg.tokenizer})
     if cfg.vocab_size < 258:
@@ -142,11 +141,16 @@ def check_out(files, cfg, out):
     """Refuse what cannot be built, before anything is read."""
     if out.exists() and not cfg.overwrite:
         raise ValueError(f"{out} exists; give another --out, or --overwrite to replace it")
-    if out.exists() and not (out / "meta.json").is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is no store (it holds no meta.json), so --overwrite will not delete it; "
+    ours = re.compile(r"meta\.json|(train|val)\.bin|(train|val)\.docs\.npy|tokenizer\.json|T\d+(-documents)?")
+    inside = [p for p in (out.iterdir() if out.is_dir() else ()) if not ours.fullmatch(p.name)]
+    inside += [p for p in out.glob("T*/*") if not p.name.endswith((".npy", ".json", ".png", ".tmp", ".parts"))]
+    if out.exists() and (not out.is_dir() or out.is_symlink() or inside):
+        raise ValueError(f"--overwrite will not delete {inside[0] if inside else out}: it is no part of a store; "
                          "give another --out")
-    if any(out.resolve() in f.resolve().parents for f in files):
-        raise ValueError(f"--out={out} holds the text to read; give another --out")
+    if any(p.is_file() for p in out.absolute().parents):
+        raise ValueError(f"--out={out} lies below a file; give another --out")
+    if any({out.resolve(), out.resolve().with_name(f"{out.name}.parts")} & set(f.resolve().parents) for f in files):
+        raise ValueError(f"--out={out} holds the text to read, or {out.name}.parts does; give another --out")
     if not 0 <= cfg.val_fraction < 1:
         raise ValueError(f"--val_fraction={cfg.val_fraction:g} must be at least 0 and below 1")
     if cfg.errors not in ("strict", "replace"):
@@ -156,7 +160,7 @@ def check_out(files, cfg, out):
 def build(encoded, tokenizer, counts, cfg, out, corpus):
     """Write the store `out` from the documents' tokens: into a folder beside it first, renamed when it is whole."""
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    tmp = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    tmp = out.with_name(f"{out.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     tmp.mkdir(parents=True)
     try:
         digest = {split: hashlib.blake2b(digest_size=16) for split in ("train", "val")}
@@ -273,11 +277,13 @@ def make_store(files, cfg, out, corpus, job):
             map_text(file, key, share_of(files, job), cfg, tokenizer)
     job.wait()
     if job.reduces:
-        again = f"python data_analyze.py {' '.join(f'--text={t}' for t in cfg.text)} --out={out}"
-        found = parts.collect(folder, key, again)
+        found = parts.collect(folder, key, job)
         counts = sum((Counter(info["counts"]) for _, info in found), Counter())
+        if counts[SKIPPED] > cfg.skip_bad:
+            raise ValueError(f"{counts[SKIPPED]} malformed lines were skipped in all parts together, {cfg.skip_bad} "
+                             "are allowed: mend them, or give --skip_bad=N to --stage=reduce")
         build(read_parts(found), tokenizer, counts, cfg, out, corpus)
-        shutil.rmtree(folder)
+        parts.remove(folder)
     job.wait()
 
 
@@ -303,12 +309,22 @@ def main():
     for m in metrics:
         if m not in METRICS and ".py:" not in m:
             raise ValueError(f"--metric={m} is unknown; it takes {', '.join(METRICS)} or FILE.py:FUNCTION")
-    if ("loss" in metrics) != bool(cfg.checkpoint):
+    names = [m.rpartition(":")[2] for m in metrics]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--metric={cfg.metric} would write two columns of one name; rename a function")
+    for flag in ("text", "data", "out"):
+        if flag in given and not all(getattr(cfg, flag) or [""]):
+            raise ValueError(f"--{flag} is empty; give a file or a folder")
+    if cfg.show and (not cfg.data or cfg.stage):
+        raise ValueError("--show prints the columns of an existing store: --show --data=FOLDER, without --stage")
+    if "vocab_size" in given and cfg.tokenizer != "bpe":
+        raise ValueError(f"--vocab_size has no effect with --tokenizer={cfg.tokenizer}; leave one of the two out")
+    if ("loss" in metrics and not cfg.show) != bool(cfg.checkpoint):
         raise ValueError("--metric=loss and --checkpoint=out/RUN/ckpt_STEP.pt go together: give both or neither")
     for flag, least in (("block_size", 1), ("workers", 0), ("skip_bad", 0)):
         if getattr(cfg, flag) < least:
             raise ValueError(f"--{flag}={getattr(cfg, flag)} must be at least {least}")
-    job, folder = parts.get_job(cfg.stage, cfg.part), cfg.data or cfg.out or EMBEDDED
+    job, folder = parts.get_job(cfg.stage, cfg.part, sys.argv[1:]), cfg.data or cfg.out or EMBEDDED
     if cfg.data:
         idle = sorted(given - {"data", "block_size", "samples", "metric", "checkpoint", "show", "workers", "stage",
                                "part"})

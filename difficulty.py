@@ -7,10 +7,8 @@ threads or parts, so neither does a byte of the result. A metric of your own is 
 
 Paper: arXiv 2212.03597 section 3.1. Run:  python data_analyze.py --data=data/mine --metric=voc,zlib,my.py:syllables
 """
-import hashlib
 import json
 import os
-import shutil
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,7 @@ import numpy as np
 
 import parts
 from curriculum import load_function, ranks
-from data import Store, write_atomic
+from data import Store, digest_of, write_atomic
 from tokenizer import load_tokenizer
 
 CHUNK = 1 << 22     # tokens in flight in a thread
@@ -29,10 +27,13 @@ CHUNK = 1 << 22     # tokens in flight in a thread
 def unigram_surprise(splits, vocab_size, workers=1):
     """-ln p of every token id, (V,) float64: p = count / total over all `splits`, zero counts taken as 1 first."""
     def count(chunk):
-        counts = np.bincount(chunk, minlength=vocab_size)
-        if len(counts) > vocab_size:
-            raise ValueError(f"a token {len(counts) - 1} lies outside the vocabulary of {vocab_size}; "
-                             "make the data again")
+        # 32 bits are looked at first: bincount would make room for the largest, whatever it is
+        wide = chunk.dtype.itemsize > 2
+        counts = np.bincount(chunk, minlength=vocab_size) if not wide or 0 <= chunk.min() <= chunk.max() < vocab_size \
+            else ()
+        if len(counts) != vocab_size:
+            raise ValueError(f"{getattr(chunk, 'filename', 'the store')} holds tokens from {chunk.min()} to "
+                             f"{chunk.max()}; its vocab_size is {vocab_size}: make the data again")
         return counts
     counts = np.zeros(vocab_size, np.int64)
     with ThreadPoolExecutor(workers) as pool:
@@ -85,8 +86,8 @@ def text_zlib(store, workers):
     core. Reported to order better than rarity (arXiv 2506.11300). Needs the store's tokenizer."""
     tokenizer = load_tokenizer(store.folder)
     if tokenizer is None:
-        raise ValueError(f"--metric=zlib needs text, and {store.folder} has no tokenizer.json: put the one that made "
-                         "its tokens there")
+        raise ValueError(f"--metric=zlib needs text, and {store.folder} has no tokenizer.json of data_analyze.py's: "
+                         "copy the one of a store made with the same --tokenizer")
 
     def ratio(x):
         raw = tokenizer.decode(x).encode()
@@ -113,7 +114,10 @@ def reference_loss(store, checkpoint):
         raise ValueError(f"--block_size={store.block_size} is longer than the checkpoint's {c['block_size']}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = {name: c[name] for name in ("block_size", "n_layer", "n_head", "n_embd", "bias", "pos")}
-    model = GPT(store.meta["vocab_size"], **shape)
+    model = GPT(len(saved["model"]["wte.weight"]), **shape)
+    if len(model.wte.weight) != store.meta["vocab_size"]:
+        raise ValueError(f"--checkpoint={checkpoint} has a vocabulary of {len(model.wte.weight)}, "
+                         f"{store.folder} one of {store.meta['vocab_size']}; both must be of one tokenizer")
     model.load_state_dict(saved["model"])
     model.to(device).eval()
     per = max(1, 8192 // store.block_size)
@@ -137,6 +141,7 @@ def own(store, metric):
         out = []
         for i in range(first, last, 1024):
             x, mask = store.inputs(i, min(i + 1024, last))
+            x = x.astype(np.int64)                      # differences of unsigned numbers would wrap
             try:
                 v = np.asarray(f(x, np.ones(x.shape, bool) if mask is None else mask), np.float64)
             except (TypeError, ValueError) as e:
@@ -176,10 +181,11 @@ def write_column(store, metric, values, seconds):
     if not np.isfinite(values).all():
         raise ValueError(f"--metric={metric} is not finite for sample {int(np.argmin(np.isfinite(values)))}")
     store.columns.mkdir(exist_ok=True)
+    Path(f"{base}.json").unlink(missing_ok=True)        # values and ranks of two versions never stand together
     write_atomic(f"{base}.npy", lambda f: np.save(f, values))
     write_atomic(f"{base}.rank.npy", lambda f: np.save(f, ranks(values)))
     info = {"metric": base.name, "block_size": store.block_size, "samples": len(values),
-            "fingerprint": store.meta["fingerprint"]}
+            "fingerprint": store.meta["fingerprint"], "code": digest_of(metric.rpartition(":")[0])}
     write_atomic(f"{base}.json", lambda f: f.write(json.dumps(info).encode()))
     quartiles = " ".join(f"{v:.4g}" for v in np.quantile(values, [0, .25, .5, .75, 1]))
     print(f"{base}.npy: {len(values):,} samples in {seconds:.1f} s; quartiles {quartiles}", flush=True)
@@ -194,9 +200,8 @@ def analyze(folder, block_size, metrics, checkpoint="", samples="window", worker
         if job.alone:
             write_column(store, metric, compute(store, metric, checkpoint, workers), time.time() - start)
             continue
-        code = checkpoint if metric == "loss" else metric.rpartition(":")[0]
-        code = hashlib.blake2b(Path(code).read_bytes()).hexdigest() if code and Path(code).is_file() else ""
-        key = parts.key_of(store.meta["fingerprint"], metric, block_size, samples, code)
+        of = {"loss": checkpoint, "zlib": store.folder / "tokenizer.json"}.get(metric, metric.rpartition(":")[0])
+        key = parts.key_of(store.meta["fingerprint"], metric, block_size, samples, digest_of(of))
         folder_of_parts = store.columns / f"{metric.rpartition(':')[2]}.parts"
         if job.maps:
             file = parts.part_file(folder_of_parts, job)
@@ -206,11 +211,9 @@ def analyze(folder, block_size, metrics, checkpoint="", samples="window", worker
                 parts.finish(file, key)
         job.wait()
         if job.reduces:
-            again = (f"python data_analyze.py --data={folder} --block_size={block_size} --samples={samples} "
-                     f"--metric={metric}")
-            values = [np.load(file.with_suffix(".npy")) for file, _ in parts.collect(folder_of_parts, key, again)]
+            values = [np.load(file.with_suffix(".npy")) for file, _ in parts.collect(folder_of_parts, key, job)]
             write_column(store, metric, np.concatenate([v for v in values if len(v)]), time.time() - start)
-            shutil.rmtree(folder_of_parts)
+            parts.remove(folder_of_parts)
         job.wait()
 
 

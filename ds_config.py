@@ -5,13 +5,15 @@
 The format: https://www.deepspeed.ai/docs/config-json/ (sections "Data Efficiency" and "Curriculum Learning").
 Such a file says nothing of the data, the model's width and context, or the budget: give those as flags. A technique
 that it leaves out or switches off is off. A key that is not in the table below is refused, so that no setting is lost
-in silence. The standard library only:  python -c "import ds_config; print(*ds_config.read_ds_config('ds.json'))"
+in silence. Try it:  python -c "import ds_config; print(*ds_config.read_ds_config('ds.json'))"
 """
 import json
 import os
 import shlex
 import sys
 from pathlib import Path
+
+from flags import flag_words
 
 # -----------------------------------------------------------------------------
 # the table: what the file may hold and what each value must be. ANY marks the keys that nothing here depends on: where
@@ -259,8 +261,7 @@ def command_line(cfg, given):
     command. cfg: a parsed Config, given: the names of the flags on the command line."""
     win = given | {f"{name}_multiple" for name in given}        # without its technique a multiple has no effect
     theirs = [flag for flag in read_ds_config(cfg.ds_config) if flag[2:].partition("=")[0] not in win]
-    ours = [f"--{name}={value}" for name in vars(cfg) if name in given - {"ds_config"}
-            for value in (getattr(cfg, name) if isinstance(getattr(cfg, name), list) else [getattr(cfg, name)])]
+    ours = flag_words(cfg, given - {"ds_config"})
     if int(os.environ.get("RANK", 0)) == 0:
         print(f"--ds_config={cfg.ds_config} stands for:\n    python train.py {shlex.join(theirs + ours)}", flush=True)
     return theirs + ours

@@ -58,6 +58,12 @@ def parse_flags(cls, argv, about):
     return cls(**given), set(given)
 
 
+def flag_words(cfg, given):
+    """The command line again: --name=value for every flag in `given`, in the order of the fields; lists repeat."""
+    return [f"--{name}={value}" for name in vars(cfg) if name in given
+            for value in (getattr(cfg, name) if isinstance(getattr(cfg, name), list) else [getattr(cfg, name)])]
+
+
 def run_command(main):
     """Call main(); a ValueError of ours is the user's mistake: one line, exit code 2. One raised anywhere else is a
     fault of the program and keeps its traceback."""

@@ -90,6 +90,8 @@ def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seq
     if "off" in pool and len(pool) > 1:
         raise ValueError("--pool=off cannot stand beside another --pool")
     pools = [] if pool == ["off"] else [Pace.parse(text) for text in pool]
+    if len({p.name for p in pools}) < len(pools):
+        raise ValueError(f"--pool={pools[-1].text}: a metric has one pace; give each metric once")
     seq = None if seqlen == "off" else Pace.parse(seqlen, "--seqlen", "truncate:25%..100%:40%")
     drop = None if ltd == "off" else Pace.parse(ltd, "--ltd", "25%..100%:70%", named=False)
     mode = seq.name if seq else "off"

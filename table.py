@@ -132,7 +132,7 @@ def bench_table(cfg, folders):
     print(f"corpus {corpus}; last checkpoint, full-length dense evaluation; "
           "learning rate: the best by mean of those tried\n")
     print(f"| arm | learning rate | validation loss, mean (sd) | n | minus {cfg.against}, paired, 95 % "
-          "| tokens sampled | with a loss | layer-tokens | PFLOP | seconds |\n|---|---|---|---|---|---|---|---|---|---|")
+          "| tokens sampled | with a loss | layer-tokens | PFLOP | seconds |\n" + "|---" * 10 + "|")
     result = {"bench": "table", "against": cfg.against, "arms": {}}
     for arm in order:
         chosen = arms[arm][best[arm]]

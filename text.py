@@ -14,6 +14,7 @@ from pathlib import Path
 
 KINDS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 STDIN = ("-", "-.jsonl")
+SKIPPED = "malformed lines skipped"
 
 
 def text_files(paths):
@@ -27,6 +28,8 @@ def text_files(paths):
                 raise ValueError(f"--text={path} holds no {', '.join(KINDS[:-1])} or {KINDS[-1]} file")
             files += found
         elif path.is_file() or str(path) in STDIN:
+            if path.suffix in (".gz", ".zst", ".zip", ".bz2", ".xz") and not path.name.endswith(KINDS):
+                raise ValueError(f"--text={path} is packed; unpack it, or give {', '.join(KINDS)}")
             files.append(path)
         else:
             raise ValueError(f"--text={path} does not exist; give a file or a folder")
@@ -85,18 +88,20 @@ def optional(package, file):
 
 
 def json_text(line, where, cfg, counts, start_of_file):
-    """The text in one JSON line, or None where it is malformed and may be skipped."""
+    """[the text in one JSON line], or [] where the line is malformed and may be skipped."""
+    line = decode(line, cfg.errors, where, counts, start_of_file)
     try:
-        record = json.loads(decode(line, cfg.errors, where, counts, start_of_file))
-        return record[cfg.text_key] if isinstance(record, dict) else 0
-    except json.JSONDecodeError as e:
-        counts["malformed lines skipped"] += 1
-        if counts["malformed lines skipped"] > cfg.skip_bad:
-            raise ValueError(f"{where} is no JSON ({e.msg}); mend it, "
-                             "or skip up to N such lines with --skip_bad=N") from None
+        record = json.loads(line)
+        return [record[cfg.text_key] if isinstance(record, dict) else None]
     except KeyError:
         raise ValueError(f"{where} has no field {cfg.text_key!r}, only {sorted(record)}; "
                          "name it with --text_key=FIELD") from None
+    except (ValueError, RecursionError) as e:       # no JSON, a number of 5,000 digits, brackets ten thousand deep
+        counts[SKIPPED] += 1
+        if counts[SKIPPED] > cfg.skip_bad:
+            raise ValueError(f"{where} is no JSON ({getattr(e, 'msg', e)}); mend it, "
+                             "or skip up to N such lines with --skip_bad=N") from None
+        return []
 
 
 def records(file, cfg, counts, progress):
@@ -113,7 +118,7 @@ def records(file, cfg, counts, progress):
                 progress(file.stat().st_size * len(batch) // table.metadata.num_rows)
                 for row, text in enumerate(batch.column(0).to_pylist(), row + 1):
                     yield text, f"{file}, row {row}"
-        except optional("pyarrow", file).ArrowException as e:
+        except (optional("pyarrow", file).ArrowException, OSError) as e:
             raise ValueError(f"{file} cannot be read to its end ({e}); fetch it again") from None
         return
     with open(file, "rb") if str(file) not in STDIN else contextlib.nullcontext(sys.stdin.buffer) as disk:
@@ -128,9 +133,8 @@ def records(file, cfg, counts, progress):
             now = disk.tell() if packed else at
             progress(now - before)
             before, where = now, f"{file}, line {number}"
-            text = json_text(line, where, cfg, counts, number == 1) if line.strip() else None
-            if text is not None:
-                yield text, where
+            if line.strip():
+                yield from ((text, where) for text in json_text(line, where, cfg, counts, number == 1))
 
 
 def documents(files, cfg, counts, progress=lambda n: None):

@@ -83,4 +83,14 @@ class Tokenizer:
 def load_tokenizer(folder):
     """The tokenizer of a store, or None where it was made elsewhere and only token ids are known."""
     file = Path(folder) / "tokenizer.json"
-    return Tokenizer(json.loads(file.read_text())) if file.is_file() else None
+    return read_tokenizer(file, False) if file.is_file() else None
+
+
+def read_tokenizer(file, must=True):
+    """A tokenizer saved by data_analyze.py. Of a file that holds something else: None, or ValueError where it must."""
+    try:
+        return Tokenizer(json.loads(Path(file).read_text()))
+    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as e:
+        if must:
+            raise ValueError(f"--tokenizer={file} is no saved tokenizer ({type(e).__name__}: {e})") from None
+    return None

@@ -12,17 +12,13 @@ Paper: "DeepSpeed Data Efficiency", arXiv 2212.03597.
 """
 import contextlib
 import dataclasses
-import inspect
 import json
 import math
 import os
-import re
 import signal
-import subprocess
 import sys
 import time
 import zlib
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,216 +31,15 @@ import curriculum
 import data
 import ds_config
 import ltd
-from flags import parse_flags, run_command
-from model import GPT, SIZES, forward_flops
+import probe
+from config import (CALL, EMBEDDED, Config, check, ensure_embedded, pick_device, plan_of, resumed, settle,
+                    store_for_plan)
+from flags import flag_words, parse_flags, run_command
+from model import GPT, forward_flops
 from output import (append_line, device_name, git_hash, newest_checkpoint, peak_flops, plot_loss, print0,
                     prune_checkpoints, read_log, save_checkpoint, start_wandb, wandb_log)
-from plan import check as check_words
-from plan import make_plan, print_plan
+from plan import print_plan
 from tokenizer import load_tokenizer
-
-EMBEDDED = "data/stdlib"
-
-
-@dataclass
-class Config:
-    # data
-    data: str = ""              # store made by data_analyze.py; empty = the embedded corpus, built when first needed
-    samples: str = "window"     # window (of the token stream) or document (one a sample, cut or padded to block_size)
-    # model
-    model: str = ""             # named size (gpt2, gpt2-medium, gpt3-1.3b, ...); flags given beside it win
-    n_layer: int = 6            # layers
-    n_head: int = 4             # attention heads
-    n_embd: int = 128           # channels
-    block_size: int = 256       # tokens a row: the context length
-    pos: str = "learned"        # positions: learned or rotary
-    dropout: float = 0.0        # 0 is good for pretraining
-    bias: bool = False          # biases in Linear and LayerNorm
-    init_std: float = 0.02      # standard deviation of the initial weights
-    # budget, batch, optimizer
-    train_tokens: int = 2_000_000  # the budget, counted in --budget units
-    budget: str = "layer_tokens"  # layer_tokens (compute), tokens (with a loss), or steps (each counted as a plain one)
-    global_batch: int = 16      # samples an optimizer step, over all ranks and micro-batches
-    batch_size: int = 16        # samples a micro-batch on one rank, at most
-    learning_rate: float = 4e-3  # peak; the best of those tried with everything on (a dense run wants half of it)
-    min_lr: float = -1.0        # floor of the decay; negative = a tenth of the peak
-    warmup_tokens: str = "2%"   # linear warm-up, a number or % of the budget
-    decay_tokens: str = "100%"  # where the decay reaches min_lr, a number or % of the budget
-    lr_decay: str = "cosine"    # cosine, linear or constant
-    lr_unit: str = ""           # what the two above are counted in; empty = as --budget
-    weight_decay: float = 0.1   # of matrices and embeddings
-    beta1: float = 0.9          # AdamW
-    beta2: float = 0.95         # AdamW
-    grad_clip: float = 1.0      # global gradient norm, 0 = off
-    # efficient data sampling and routing (START..END:DURATION[:SHAPE])
-    pool: list = field(default_factory=list)  # METRIC:PACE (repeats intersect), or off; default voc:30%..100%:40%:sqrt
-    pool_order: str = "easy_first"  # easy_first, or the controls hard_first and random
-    seqlen: str = "truncate:25%..100%:40%"  # truncate:PACE or reshape:PACE in tokens, or off
-    seqlen_multiple: int = 8    # lengths are multiples of this
-    ltd: str = "25%..100%:70%"  # PACE of the kept tokens of the middle layers, or off
-    ltd_multiple: int = 16      # kept tokens are multiples of this
-    ltd_dense: str = "ends"     # which ends of the stack drop nothing: ends (both), first, last, none
-    ltd_redraw: str = "layer"   # draw afresh for every layer, or once for all of them
-    ltd_choice: str = "random"  # random, or importance: TokenBypass, by the running loss of each token id
-    batch_ramp: bool = False    # control: spend what --seqlen and --ltd would spend a step on fewer whole dense samples
-    ltd_kernel: str = "auto"    # auto (the CUDA kernel where it can be built), cuda (or refuse), torch
-    # system
-    device: str = ""            # cpu, cuda, cuda:1; empty = cuda if there is one
-    dtype: str = ""             # float32, bfloat16, float16; empty = the GPU's best half precision, float32 on a CPU
-    compile: bool = False       # torch.compile the model (worth it on a GPU)
-    recompute: bool = False     # activation checkpointing: a third more time for much less memory
-    deterministic: bool = False  # refuse kernels that are not reproducible on a GPU (a CPU run always is)
-    seed: int = 1337            # of the weights, the sampler, the token draw and dropout
-    dist_timeout: int = 600     # seconds after which a rank that waits for the others gives up
-    # the run
-    out: str = "out/default"    # folder of the run
-    resume: bool = False        # continue from the newest checkpoint in --out, if there is one
-    overwrite: bool = False     # delete the run that --out holds
-    eval_interval: int = 100    # steps between evaluations
-    eval_samples: int = 256     # validation windows, always the same, spread evenly over the split; 0 = all
-    save_interval: int = 200    # steps between checkpoints
-    keep_ckpts: int = 2         # newest checkpoints to keep
-    log_interval: int = 10      # steps between lines on the screen and in log.jsonl
-    stop_step: int = 0          # save and end at this step, horizons unchanged; 0 = run to the end
-    trace: str = ""             # write one JSON line a step and rank to this file
-    wandb: bool = False         # also log to Weights & Biases (offline without a key)
-    wandb_group: str = ""       # the run's group there
-    ds_config: str = ""         # a DeepSpeed JSON file: its data_efficiency section, as flags; those given here win
-    # instead of training
-    plan: bool = False          # print the plan and end
-    plot: bool = False          # with --plan: draw it to plan.png
-    sample: bool = False        # with --resume: print text from the newest checkpoint and end
-    prompt: str = ""            # what the sample begins with
-    max_new_tokens: int = 200   # length of a sample
-    temperature: float = 0.8    # of a sample; 0 takes the likeliest token
-    top_k: int = 200            # sample among this many likeliest tokens
-
-
-POOL = ["voc:30%..100%:40%:sqrt"]
-# a GPU trains this where the flags say nothing; a CPU trains the defaults above
-GPU_SIZE = dict(n_layer=12, n_head=8, n_embd=512, global_batch=64, batch_size=64,
-                train_tokens=40_000_000, learning_rate=1e-3)
-# flags that belong to one call of the command, and those that a resumed run may change: neither touches plan or numbers
-CALL = {"out", "resume", "overwrite", "stop_step", "trace", "plan", "plot", "sample", "ds_config"}
-FREE = CALL | {"data", "device", "batch_size", "compile", "recompute", "eval_interval", "save_interval", "log_interval",
-               "keep_ckpts", "ltd_kernel", "dist_timeout", "wandb", "wandb_group", "prompt", "max_new_tokens",
-               "temperature", "top_k"}
-
-# -----------------------------------------------------------------------------
-# settings: what the flags, the device and a checkpoint make of a Config
-
-
-def pick_device(cfg):
-    """(device, dtype) by name; both are chosen after all flags are read, and a CPU run never calls CUDA for it."""
-    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise ValueError(f"--device={device} is unknown; it takes cpu, cuda or cuda:N")
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"--device={device}: torch {torch.__version__} sees no CUDA device; use --device=cpu")
-    if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    # bfloat16 in hardware begins with compute capability 8; torch itself also says yes where it emulates it slowly
-    half = ("float32" if device == "cpu" else
-            "bfloat16" if torch.cuda.get_device_capability(device)[0] >= 8 else "float16")
-    return device, cfg.dtype or half
-
-
-RANGES = {  # flag: (least, most); a bound in a string is left out itself
-    **{flag: (1, math.inf) for flag in ("batch_size", "n_head", "n_embd", "n_layer", "block_size", "eval_interval",
-                                        "save_interval", "keep_ckpts", "log_interval", "dist_timeout", "train_tokens")},
-    **{flag: (0, math.inf) for flag in ("seed", "eval_samples", "stop_step", "max_new_tokens", "temperature", "top_k",
-                                        "weight_decay", "grad_clip", "init_std", "learning_rate", "min_lr")},
-    "dropout": (0, "1"), "beta1": (0, "1"), "beta2": (0, "1")}
-
-
-def check(cfg, given, world):
-    """Refuse what is out of range or would have no effect, before anything is read or written."""
-    for flag, (least, most) in RANGES.items():
-        value = getattr(cfg, flag)
-        if not (least <= value < float(most) if isinstance(most, str) else least <= value <= most):
-            bound = "" if most == math.inf else f" and below {most}"
-            raise ValueError(f"--{flag}={value} must be at least {least}{bound}")
-    if cfg.dtype not in ("", "float32", "bfloat16", "float16"):
-        raise ValueError(f"--dtype={cfg.dtype} is unknown; it takes float32, bfloat16 or float16")
-    if cfg.min_lr > cfg.learning_rate:
-        raise ValueError(f"--min_lr={cfg.min_lr:g} must not be above --learning_rate={cfg.learning_rate:g}")
-    if cfg.global_batch < world:
-        raise ValueError(f"--global_batch={cfg.global_batch} leaves some of the {world} ranks without a sample; "
-                         f"take {world} or more")
-    if cfg.trace and not Path(cfg.trace).absolute().parent.is_dir():
-        raise ValueError(f"--trace={cfg.trace}: its folder does not exist; make it first")
-    check_words(ltd_redraw=(cfg.ltd_redraw, ("layer", "once")), ltd_choice=(cfg.ltd_choice, ("random", "importance")))
-    for idle, flags, why in ((cfg.ltd == "off", [f for f in given if f.startswith("ltd_")], "--ltd=off"),
-                             (cfg.ltd_choice == "importance", ("ltd_redraw",), "--ltd_choice=importance"),
-                             (not cfg.wandb, ("wandb_group",), "no --wandb"),
-                             (cfg.seqlen == "off", ("seqlen_multiple",), "--seqlen=off"),
-                             (cfg.pool == ["off"], ("pool_order",), "--pool=off"),
-                             (cfg.lr_decay == "constant", ("min_lr", "decay_tokens"), "--lr_decay=constant"),
-                             (cfg.resume, ("overwrite",), "--resume"), (not cfg.plan, ("plot",), "no --plan")):
-        for flag in set(flags) & given:
-            if idle:
-                raise ValueError(f"--{flag} has no effect with {why}; leave one of the two out")
-
-
-def settle(cfg, given, device):
-    """Fill in what the flags left open: the named model, the larger size for a GPU, the default pool, the data."""
-    size = {}
-    if cfg.model:
-        if cfg.model not in SIZES:
-            raise ValueError(f"--model={cfg.model} is unknown; it takes {', '.join(SIZES)}")
-        size = dict(zip(("n_layer", "n_embd", "n_head", "block_size", "init_std"), SIZES[cfg.model]))
-        if "n_layer" in given and cfg.n_layer != size["n_layer"]:
-            raise ValueError(f"--model={cfg.model} has {size['n_layer']} layers, not {cfg.n_layer}; leave out --model, "
-                             "or --n_layer (with --ds_config: total_layer_num)")
-    elif device != "cpu" and not given & {"n_layer", "n_head", "n_embd"}:
-        size = GPU_SIZE
-        print0(f"default size for a GPU: {GPU_SIZE}")
-    for name in size.keys() - given:
-        setattr(cfg, name, size[name])
-    cfg.pool, cfg.data = cfg.pool or list(POOL), cfg.data or EMBEDDED
-    cfg.min_lr = cfg.min_lr if cfg.min_lr >= 0 else cfg.learning_rate / 10
-
-
-def resumed(cfg, given, path, saved):
-    """The Config of a resumed run: the saved one, with the flags in FREE as given now. Refuses any other change."""
-    saved = Config(**saved)
-    free = FREE - ({"batch_size", "compile"} if saved.dropout else set())       # they move the masks of dropout
-    for name in given - free:
-        if getattr(cfg, name) != getattr(saved, name):
-            raise ValueError(f"--{name}={getattr(cfg, name)} differs from {getattr(saved, name)} in {path}; a resumed "
-                             "run keeps its settings: leave the flag out, or start another run with another --out")
-    return dataclasses.replace(saved, **{name: getattr(cfg, name) for name in given & free | CALL})
-
-
-def plan_of(cfg, store):
-    """The Plan of a Config. store: the training split, or None where the data are elsewhere."""
-    flags = {name: getattr(cfg, name) for name in inspect.signature(make_plan).parameters if hasattr(cfg, name)}
-    return make_plan(**flags, store=store)
-
-
-def ensure_embedded(cfg):
-    """Make what is missing of the embedded corpus, its tokens or this block size's difficulties, by the offline
-    command: local rank 0 does, before there is a process group, and the others wait for the last file."""
-    folder = f"T{cfg.block_size}" + "-documents" * (cfg.samples == "document")
-    meta, last = Path(EMBEDDED) / "meta.json", Path(EMBEDDED) / folder / "voc.json"
-    if meta.is_file() and (last.is_file() or cfg.pool == ["off"]):
-        return
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        what = [f"--data={EMBEDDED}"] if meta.is_file() else []
-        command = ["data_analyze.py", *what, f"--block_size={cfg.block_size}", f"--samples={cfg.samples}"]
-        print0(f"making the embedded corpus: python {' '.join(command)}")
-        here = Path(__file__).resolve().parent
-        if subprocess.run([sys.executable, str(here / command[0]), *command[1:]]).returncode and not last.is_file():
-            raise ValueError(f"{EMBEDDED} could not be made; see the message above")
-    deadline = time.time() + cfg.dist_timeout
-    while not last.is_file():
-        if time.time() > deadline:
-            raise ValueError(f"{last} did not appear within {cfg.dist_timeout} s; make it with: python data_analyze.py")
-        time.sleep(0.5)
-
-
-# -----------------------------------------------------------------------------
-# the run
 
 
 def main():
@@ -272,8 +67,10 @@ def main():
     if not found:
         cfg.dtype = dtype
     if cfg.plan:
-        store = data.Store(cfg.data, "train", cfg.block_size, cfg.samples) if Path(cfg.data).is_dir() else None
-        return print_plan(plan_of(cfg, store), cfg.plot)
+        return print_plan(plan_of(cfg, store_for_plan(cfg)), cfg.plot)
+    if cfg.probe:
+        flags = [word for word in flag_words(cfg, given) if not word.startswith(("--probe=", f"--{cfg.probe}="))]
+        return probe.probe(cfg.probe, flags, plan_of(cfg, store_for_plan(cfg)).steps, cfg.train_tokens)
 
     # everything that can be refused is refused here, before anything is written
     if cfg.data == EMBEDDED:
@@ -284,6 +81,10 @@ def main():
         raise ValueError(f"{path} was trained on other data ({checkpoint['fingerprint']}) than {cfg.data} "
                          f"({fingerprint}); give its --data=FOLDER")
     plan = plan_of(cfg, store)
+    order = zlib.crc32(plan.sampler.order)
+    if found and checkpoint.get("order", order) != order:
+        raise ValueError(f"{path} was trained on other difficulties than the columns in {store.columns} hold now; "
+                         "put those back, or start another run with another --out")
     if plan.batch.min() < world:
         raise ValueError(f"step {plan.batch.argmin()} has {plan.batch.min()} samples for {world} ranks; "
                          "take fewer ranks, or a larger --global_batch")
@@ -325,12 +126,12 @@ def main():
     start = checkpoint["step"] if found else 0
     if world > 1:
         dist.init_process_group("nccl" if device != "cpu" else "gloo", timeout=timedelta(seconds=cfg.dist_timeout))
-        all_views, mine = [None] * world, (start, fingerprint, plan.steps, n_eval)
+        all_views, mine = [None] * world, (start, fingerprint, order, plan.steps, n_eval)
         dist.all_gather_object(all_views, mine)
         if any(view != all_views[0] for view in all_views):
-            raise ValueError(f"the ranks see different runs (checkpoint's step, data, steps, windows): {all_views}; "
-                             "every rank needs the same --data and the checkpoints in --out: share the folder, "
-                             "or copy it to every host")
+            raise ValueError("the ranks see different runs (checkpoint's step, data, order, steps, windows): "
+                             f"{all_views}; every rank needs the same --data and the checkpoints in --out: share the "
+                             "folder, or copy it to every host")
     log = trace = None
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     if rank == 0:
@@ -432,7 +233,7 @@ def main():
         # weights that gave no finite gradient are not worth keeping; with float16 a scale too high is the usual reason
         if rank == 0 and step > saved and (end or step % cfg.save_interval == 0) and (not bad or scale > 1):
             save_checkpoint(out, {"step": step, "seconds": seconds, "skipped": skipped, "scale": scale, "good": good,
-                                  "fingerprint": fingerprint, "config": dataclasses.asdict(cfg),
+                                  "fingerprint": fingerprint, "order": order, "config": dataclasses.asdict(cfg),
                                   "model": model.state_dict(), "optimizer": optimizer.state_dict(),
                                   **({} if score is None else {"score": score})})
             saved = step

@@ -17,7 +17,7 @@ size=${SIZE:---n_layer=6 --n_head=4 --n_embd=64 --block_size=128} tokens=${TOKEN
 data=${DATA:-data/stdlib_bytes}         # Python's standard library, byte by byte: a small vocabulary for a small model
 rates=${RATES:-2e-3 4e-3 8e-3} seeds=${SEEDS:-1 2 3} more=${MORE:-4 5} budgets="50 67"
 if [ "${1:-}" = --quick ]; then
-    out=${OUT:-out/ablation_quick} size="--n_layer=4 --n_head=2 --n_embd=16 --block_size=32" tokens=6000 rates=4e-3 seeds=1 more=2
+    out=${OUT:-out/ablation_quick} size="--n_layer=4 --n_head=2 --n_embd=16 --block_size=32" tokens=6000 rates=4e-3 seeds=1 more="" budgets=50
 fi
 block=$(echo "$size" | grep -o "block_size=[0-9]*" | cut -d= -f2)
 [ -f "$data/meta.json" ] || $python data_analyze.py --tokenizer=bytes --out="$data" --metric=
@@ -45,14 +45,17 @@ arm() {         # the flags of an arm; the defaults are voc + truncate + LTD
         all_steps)    echo "$cl --seqlen=truncate:$len $ltd --lr_unit=steps" ;;
     esac
 }
-arms="dense all ltd voc_truncate truncate voc reshape voc_reshape ramp constant once no_ends bypass ltd_steps all_steps hard random"
+arms=${ARMS:-"dense all ltd voc_truncate truncate voc reshape voc_reshape ramp constant once no_ends bypass ltd_steps all_steps hard random"}
 line() {        # arm, rate, seed, budget -> the command of one run; the floor of the decay is a tenth of the peak
     floor=$(awk "BEGIN { print $2 / 10 }")
     echo "--out=$out/$1-lr$2-s$3-b$4 --learning_rate=$2 --min_lr=$floor --seed=$3 --train_tokens=$((tokens * $4 / 100)) $(arm "$1")"
 }
-go() {          # run what is on standard input, a run a line; one that has ended says so and costs nothing
-    OMP_NUM_THREADS=${THREADS:-1} xargs -P "$jobs" -I{} sh -c "$python train.py --data=$data $size --eval_samples=512 --eval_interval=50 \
-        --save_interval=1000 --keep_ckpts=1 --max_new_tokens=1 --resume {} > /dev/null || exit 255"
+go() {          # run what is on standard input, a run a line; what it prints goes beside its folder, and says whether it ended
+    export OMP_NUM_THREADS=${THREADS:-1}
+    xargs -P "$jobs" -I{} sh -c 'run=$1; shift; log=${run#--out=}; log=${log%% *}.txt
+        grep -qs "^steps: \([0-9]*\) of \1$" "$log" || { mkdir -p "$(dirname "$log")"; "$@" $run > "$log" || exit 255; }' run {} \
+        $python train.py --data="$data" $size --eval_samples=512 --eval_interval=50 --save_interval=1000 --keep_ckpts=1 \
+        --max_new_tokens=1 --resume
 }
 table() { $python bench.py table "$@" --png="$png" > "$file" || { cat "$file"; exit 1; }; }
 
@@ -60,7 +63,8 @@ for s in $seeds; do for a in $arms; do for r in $rates; do line "$a" "$r" "$s" 1
 
 # more seeds of the headline arms, and smaller budgets, at the rate that is the best by mean
 best() { $python bench.py table "$out/$1"-lr*-b100 --png= | tail -1 | $python -c "import json, sys; print(f'{next(iter(json.load(sys.stdin)[\"arms\"].values()))[\"lr\"]:g}')"; }
-for a in dense all ltd voc_truncate; do
+headline=$(for a in dense all ltd voc_truncate; do case " $arms " in *" $a "*) echo $a ;; esac; done)
+for a in $headline; do
     r=$(best $a)
     r=$(for x in $rates; do awk "BEGIN { if ($x == $r) print \"$x\" }"; done)       # as it is spelt in the names
     for s in $more; do line $a "$r" "$s" 100; done
@@ -70,5 +74,5 @@ done | go
 file=$out/table.md png=$out/table.png
 table "$out"/*-b100
 file=$out/match.md png=
-table "$out"/{dense,all,ltd,voc_truncate}-lr*-b* --match
+table $(for a in $headline; do echo "$out"/$a-lr*-b*[0-9]; done) --match
 cat "$out/table.md" "$out/match.md"

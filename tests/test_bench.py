@@ -1,8 +1,10 @@
 """bench.py as a command: its tables, its JSON line, its refusals."""
 import json
+import subprocess
+import sys
 
 import pytest
-from conftest import OFF, ON, ROOT, TINY, command, ok, refused, train
+from conftest import ENV, OFF, ON, ROOT, TINY, command, ok, refused, train
 
 
 def last_json(printed):
@@ -56,3 +58,37 @@ def test_table_refuses_what_cannot_be_compared(runs, store, tmp_path):
     ok(train(*TINY, *OFF, f"--data={store}", f"--out={tmp_path}/cut", "--train_tokens=4000", "--stop_step=2"))
     refused(command(ROOT / "bench.py", "table", tmp_path / "cut"), "--resume")
     refused(command(ROOT / "bench.py", "tables"), "step | kernel | analyze | sampler | table")
+
+
+def test_the_quick_ablation_has_every_arm_and_column_and_a_second_call_does_nothing(tmp_path):
+    env = {**ENV, "OUT": str(tmp_path / "out"), "DATA": str(tmp_path / "data"), "PYTHON": sys.executable}
+    run = lambda: subprocess.run([ROOT / "runs" / "ablation.sh", "--quick"], env=env, capture_output=True, text=True, timeout=400)
+    printed = ok(run())
+    for arm in ("dense", "LTD", "LTD constant 75%", "LTD one draw", "LTD, first and last layer too", "LTD, rate by steps", "TokenBypass", "dense, batches as truncate + LTD", "reshape",
+                "truncate", "voc", "voc + reshape", "voc + truncate", "voc + truncate + LTD", "voc + truncate + LTD, rate by steps", "voc hard first", "voc random"):
+        assert f"| {arm} | 0.004 of 0.004 |" in printed, arm
+    for column in ("mean (sd)", "| n |", "minus dense, paired", "tokens sampled", "with a loss", "layer-tokens", "PFLOP", "seconds", "reaches the dense loss at"):
+        assert column in printed
+    stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*/log.jsonl")}
+    assert len(stamps) == 17 + 3
+    again = ok(run())
+    assert printed.endswith(again) and stamps == {p: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*/log.jsonl")}
+
+
+@pytest.mark.parametrize("words,steps", [(("gpt3_1.3b.sh", "baseline", "300"), 286_103), (("gpt3_1.3b.sh", "ltd", "300"), 372_789), (("gpt3_1.3b.sh", "cl", "300"), 339_170),
+                                         (("gpt3_1.3b.sh", "both", "300"), 377_264), (("gpt3_1.3b.sh", "both", "150"), 188_633)])
+def test_the_published_recipes_have_the_published_steps(words, steps, tmp_path):
+    env = {**ENV, "PYTHON": sys.executable, "DATA": "none"}
+    p = subprocess.run([ROOT / "runs" / words[0], *words[1:], "--plan"], env=env, capture_output=True, text=True, timeout=100)
+    assert f"\nsteps: {steps}\n" in ok(p)
+
+
+def test_match_interpolates_between_budgets(tmp_path):
+    """Dense ends at 2.0; the arm has 2.2 at half the budget and 1.8 at the whole: even in the logarithm, 2.0 lies at 2 ** -0.5."""
+    for name, ltd, budget, loss in (("d", "off", 1000, 2.0), ("a", "25%..100%:70%", 500, 2.2), ("b", "25%..100%:70%", 1000, 1.8)):
+        (tmp_path / name).mkdir()
+        config = dict(pool=["off"], seqlen="off", ltd=ltd, train_tokens=budget, learning_rate=1e-3, seed=1, warmup_tokens="2%", decay_tokens="100%")
+        lines = [{"config": config, "fingerprint": "f", "steps": 9}, {"step": 9, "val_loss": loss, "seconds": 1, "layer_tokens": budget, "sampled": budget, "tokens": budget}]
+        (tmp_path / name / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    result = last_json(ok(command(ROOT / "bench.py", "table", "--match", *(tmp_path / n for n in "dab"))))
+    assert result["fraction"]["LTD"] == round(2 ** -.5, 4) and result["goal"] == 2.0

@@ -77,10 +77,40 @@ def test_pool_order_turns_the_difficulties_round_or_deals_them_anew():
         reorder([values], p, "hardest", 0)
 
 
-@pytest.mark.parametrize("text", ["voc", "voc:1..2", "voc:1%..100:40%", "1..2:3", "voc:a..b:3", "voc:5..2:10", "voc:1%..200%:5", "voc:1..2:3:cube", "voc:1..2:3:root0", ""])
+@pytest.mark.parametrize("text", ["voc", "voc:1..2", "voc:1%..100:40%", "1..2:3", "voc:a..b:3", "voc:5..2:10", "voc:1%..200%:5", "voc:1..2:3:cube", "voc:1..2:3:root0", "voc:1..9:3:1.2.3@5", ""])
 def test_a_malformed_pace_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="voc:1%..100%:40%:sqrt"):
         Pace.parse(text)
+
+
+def test_levels_that_fall_and_functions_without_a_number_are_refused(tmp_path):
+    for text in ("truncate:8..16:40:8@20,16@9", "truncate:8..16:40:16@9,8@20"):
+        with pytest.raises(ValueError, match="must rise"):
+            Pace.parse(text)
+    (tmp_path / "p.py").write_text("def f(step): return float('nan')")
+    with pytest.raises(ValueError, match="no finite number at step 0"):
+        Pace.parse(f"truncate:8..16:40:{tmp_path}/p.py:f").at(np.arange(3), 100)
+
+
+def test_fractions_of_a_percent_are_not_rounded():
+    n, p = 10_000, Pace.parse("m:0.2%..0.8%:40")
+    values = np.random.default_rng(0).integers(0, 5000, n)
+    got = admission([ranks(values)], [p], 50, 50)
+    assert [(got <= t).sum() for t in (0, 20, 40, 49)] == [20, 50, 80, 80]
+
+
+def test_a_sampler_without_a_sample_at_step_0_is_refused():
+    with pytest.raises(ValueError, match="step 0"):
+        Sampler(3, 2, 0, np.array([1, 1, 1], np.int32))
+
+
+def test_random_order_keeps_the_size_of_an_intersection():
+    r = np.random.default_rng(0)
+    a = r.normal(size=1000)
+    columns, paces = [ranks(a), ranks(a + r.normal(size=1000))], [Pace.parse("a:20%..100%:9"), Pace.parse("b:20%..100%:9")]
+    easy = admission(columns, paces, 10, 10)
+    random = admission(reorder(columns, paces, "random", 3), paces, 10, 10)
+    assert np.array_equal(np.sort(easy), np.sort(random)) and not np.array_equal(easy, random)
 
 
 VALUES = np.array([3, 1, 2, 3, 1, 1, 2, 5, 5, 4])

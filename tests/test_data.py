@@ -120,6 +120,10 @@ def test_text_is_read_as_utf8_whatever_the_locale(tmp_path):
     ("c.jsonl", b'{"text":"ok"}\n{"text": "a\n', ["line 2", "--skip_bad"]),                         # D20
     ("f.jsonl", b'{"content":"ok"}\n', ["'text'", "content", "--text_key"]),                        # D09
     ("g.jsonl", b'{"text":7}\n', ["line 1", "--text_key"]),
+    ("n.jsonl", b'{"text":"ok"}\n{"text":null}\n', ["line 2", "--text_key"]),
+    ("i.jsonl", b'{"text":' + b"1" * 5000 + b"}\n", ["line 1", "--skip_bad"]),
+    ("j.jsonl", b"[" * 200_000 + b"\n", ["line 1", "--skip_bad"]),
+    ("k.txt.gz", gzip.compress(b"packed", mtime=0), ["k.txt.gz is packed"]),
     ("h.jsonl.gz", gzip.compress(b'{"text":"ok"}\n' * 99, mtime=0)[:-9], ["h.jsonl.gz", "to its end"])])
 def test_unusable_input_is_refused_by_file_and_place_and_leaves_nothing(tmp_path, name, content, words):
     """D09, D18, D20."""
@@ -212,7 +216,15 @@ def test_an_existing_store_is_kept_unless_told_otherwise(tmp_path):
     ok(prepare(tmp_path / "t.txt", tmp_path / "o", "--overwrite"))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x" * 999)
-    refused(prepare(tmp_path / "t.txt", tmp_path / "mine", "--overwrite"), "no store")
+    refused(prepare(tmp_path / "t.txt", tmp_path / "mine", "--overwrite"), "thesis.txt", "no part of a store")
+    (tmp_path / "mine" / "meta.json").write_text("{}")          # somebody's file of that name does not make it a store
+    refused(prepare(tmp_path / "t.txt", tmp_path / "mine", "--overwrite"), "thesis.txt")
+    (tmp_path / "o" / "T256").mkdir(exist_ok=True)
+    (tmp_path / "o" / "T256" / "my_metric.py").write_text("")
+    refused(prepare(tmp_path / "t.txt", tmp_path / "o", "--overwrite"), "my_metric.py")
+    (tmp_path / "link").symlink_to(tmp_path / "o")
+    refused(prepare(tmp_path / "t.txt", tmp_path / "link", "--overwrite"), "link")
+    refused(prepare(tmp_path / "t.txt", tmp_path / "t.txt" / "x"), "below a file")
     refused(prepare(tmp_path / "mine", tmp_path / "mine", "--overwrite"), "mine")
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
@@ -241,6 +253,12 @@ def test_damaged_stores_are_refused_by_name(tmp_path):
     os.truncate(folder / "train.bin", 399)
     with pytest.raises(ValueError, match="train.bin"):
         data.Store(folder, "train", 10)
+    negative = make_store(tmp_path / "n", [1, 2, -1, 3, 0] * 5, dtype="int32", lengths=[5] * 5)
+    for samples in ("window", "document"):
+        with pytest.raises(ValueError, match="holds token -1"):
+            data.Store(negative, "train", 4, samples).rows(np.array([0]))
+    with pytest.raises(ValueError, match="holds tokens from -1 to 3"):
+        difficulty.analyze(negative, 4, ["voc"])
     for content, word in (("{", "damaged"), ("{}", "lacks tokens"), ("[]", "lacks"), ("3", "damaged")):
         (folder / "meta.json").write_text(content)
         with pytest.raises(ValueError, match=word):
@@ -268,6 +286,9 @@ def test_a_column_of_other_data_is_refused_with_the_command_that_mends_it(tmp_pa
     folder = make_store(tmp_path / "a", np.arange(201) % 20, vocab=20)
     with pytest.raises(ValueError, match=r"data_analyze.py --data=.* --block_size=10 --metric=voc"):
         data.Store(folder, "train", 10).column("voc")
+    for metric, hint in (("loss", "--metric=loss --checkpoint="), ("f", "--metric=FILE.py:f"), ("seqlen", "--metric=seqlen --samples=document")):
+        with pytest.raises(ValueError, match=hint):
+            data.Store(folder, "train", 10).column(metric)
     difficulty.analyze(folder, 10, ["voc"])
     assert len(data.Store(folder, "train", 10).column("voc")) == 20
     make_store(tmp_path / "a", np.arange(201) % 19, vocab=20, fingerprint="g")
@@ -342,7 +363,8 @@ def test_atomic_write_leaves_the_old_file_when_it_fails(tmp_path):
 
 
 @pytest.mark.parametrize("flags,words", [(["--bock_size=4"], ["bock_size", "--block_size"]), (["block_size=4"], ["--block_size=4"]), (["--block_size=abc"], ["block_size"]),
-                                         (["--metric=rarity"], ["rarity", "voc"]), (["--text=/nowhere", "--out=x"], ["/nowhere"]), (["--data=x", "--text=y"], ["--data"]), (["--block_size=0"], ["block_size"]), (["--data=x", "--tokenizer=bytes"], ["--tokenizer"]), (["--workers=-1"], ["workers"])])
+                                         (["--metric=rarity"], ["rarity", "voc"]), (["--text=/nowhere", "--out=x"], ["/nowhere"]), (["--data=x", "--text=y"], ["--data"]), (["--block_size=0"], ["block_size"]), (["--data=x", "--tokenizer=bytes"], ["--tokenizer"]), (["--workers=-1"], ["workers"]),
+                                         (["--text="], ["--text is empty"]), (["--show"], ["--data=FOLDER"]), (["--tokenizer=bytes", "--vocab_size=5000"], ["no effect"])])
 def test_misspelt_flags_are_answered_with_the_near_one(flags, words):
     """G01."""
     refused(command(ANALYZE, *flags), *words)
@@ -400,7 +422,17 @@ def test_damaged_foreign_stores_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="train.idx"):
         data.Store(tmp_path, "train", 8)
     (tmp_path / "train.idx").unlink()
+    index = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([8]) + (2).to_bytes(8, "little") + (3).to_bytes(8, "little")
+    for lengths, word in (([60, 30], "200 bytes, 180 are promised"), ([60], "cut short")):
+        (tmp_path / "train.idx").write_bytes(index + np.array(lengths, np.int32).tobytes())
+        with pytest.raises(ValueError, match=word):
+            data.Store(tmp_path, "train", 8)
+    (tmp_path / "train.idx").unlink()
     header = np.zeros(256, np.int32)
+    header[:3] = 20240520, 1, -5
+    (tmp_path / "train.bin").write_bytes(header.tobytes() + b"xx")
+    with pytest.raises(ValueError, match="train.bin"):
+        data.Store(tmp_path, "train", 8)
     header[:3] = 20240520, 1, 5000
     (tmp_path / "train.bin").write_bytes(header.tobytes() + b"xx")
     with pytest.raises(ValueError, match="train.bin has 1026 bytes, 11024 are promised"):
@@ -423,7 +455,29 @@ def test_the_users_own_metric_is_computed_saved_and_shown(tmp_path, store):
     refused(command(ANALYZE, f"--data={folder}", "--block_size=7", f"--metric={tmp_path}/mine.py:wrong"), "shape")
     refused(command(ANALYZE, f"--data={folder}", "--block_size=7", f"--metric={tmp_path}/mine.py:one"), "(tokens (N, T)")
     refused(command(ANALYZE, f"--data={folder}", "--block_size=7", f"--metric={tmp_path}/mine.py:voc"), "built-in")
+    refused(command(ANALYZE, f"--data={folder}", f"--metric=a/x.py:f,{tmp_path}/mine.py:f"), "two columns of one name")
+    assert s.column(f"{tmp_path}/mine.py:spread")[0] == s.column("spread")[0]
+    (tmp_path / "mine.py").write_text("def spread(tokens, mask):\n    return -tokens[:, 0]\n")     # int64 arrives: no wrapping round
+    with pytest.raises(ValueError, match="was made by another .*mine.py:spread"):
+        s.column(f"{tmp_path}/mine.py:spread")
+    ok(command(ANALYZE, f"--data={folder}", "--block_size=7", f"--metric={tmp_path}/mine.py:spread"))
+    assert s.column("spread").min() == -18
     assert s.column("my.py:spread")[0] == s.column("spread")[0]
+
+
+def test_a_column_that_is_killed_while_it_is_made_again_is_no_column(tmp_path):
+    folder = make_store(tmp_path / "a", np.arange(201) % 20, vocab=20)
+    difficulty.analyze(folder, 10, ["voc"])
+    code = f"""import os, difficulty
+write = difficulty.write_atomic
+def killed(path, f):
+    if str(path).endswith('.rank.npy'): os._exit(9)
+    write(path, f)
+difficulty.write_atomic = killed
+difficulty.analyze({str(folder)!r}, 10, ['voc'])"""
+    assert command("-c", code).returncode == 9
+    with pytest.raises(ValueError, match="voc.npy is missing"):
+        data.Store(folder, "train", 10).column("voc")
 
 
 def test_zlib_is_compressed_over_raw_bytes(store):
@@ -451,3 +505,5 @@ def test_loss_is_the_mean_loss_under_a_checkpoint(store, tmp_path):
         want = [model(r[None, :-1], r[None, 1:]).item() / 64 for r in rows]
     assert s.column("loss")[[3, 200]].tolist() == pytest.approx(want, rel=1e-5)     # float32, other order of sums
     refused(command(ANALYZE, f"--data={store}", "--metric=loss"), "--checkpoint")
+    other = make_store(tmp_path / "a", np.arange(700) % 19, vocab=20)
+    refused(command(ANALYZE, f"--data={other}", "--block_size=64", "--metric=loss", f"--checkpoint={checkpoint}"), "vocabulary of 257", "20")

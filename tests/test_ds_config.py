@@ -327,12 +327,12 @@ def test_train_takes_the_file_prints_the_command_and_flags_beside_it_win(tmp_pat
     """The published recipe for GPT-3 1.3B at 300B tokens, both techniques: 377,264 steps; without the length curriculum, more."""
     ds = tmp_path / "ds.json"
     ds.write_text(json.dumps(RECIPES["gpt3-1.3b both"][0]))
-    flags = ["--plan", f"--ds_config={ds}", "--model=gpt3-1.3b", "--train_tokens=300e9", "--warmup_tokens=3e9", "--min_lr=1e-6", "--learning_rate=2e-4", "--data=nowhere"]
+    flags = ["--plan", f"--ds_config={ds}", "--model=gpt3-1.3b", "--train_tokens=300e9", "--warmup_tokens=3e9", "--min_lr=1e-6", "--learning_rate=2e-4"]
     printed = ok(train(*flags))
     assert "\nsteps: 377264\nplain_steps: 286103\n" in printed
     again = next(line for line in printed.splitlines() if "python train.py" in line).split()[2:]
     assert "--pool=voc:1%..100%:110000:sqrt" in again and "--seqlen=truncate:80..2048:110000" in again and not any("ds_config" in word for word in again)
-    assert ok(train(*again)).splitlines()[:3] == printed.splitlines()[2:5]
+    assert ok(train(*again)).splitlines()[-30:] == printed.splitlines()[-30:]
     assert "\nsteps: 372789\n" in ok(train(*flags, "--pool=off", "--seqlen=off"))
     refused(train(*flags[:2], "--model=gpt2"), "24", "--n_layer", "total_layer_num")
     refused(train("--plan", f"--ds_config={tmp_path}/none.json"), "none.json cannot be read")

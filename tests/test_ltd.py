@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conftest import ROOT
 
 import ltd
-from model import Block, rotary_table, rotate
+from model import GPT, Block, rotary_table, rotate
 
 M64 = (1 << 64) - 1
 
@@ -194,3 +194,23 @@ def test_importing_builds_nothing():
     code = "import ltd, torch, sys; assert not torch.cuda.is_initialized(); assert 'torch.utils.cpp_extension' not in sys.modules; print('ok')"
     p = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PATH": "/nonexistent", "TORCH_EXTENSIONS_DIR": "/proc/none"}, capture_output=True, text=True)
     assert p.stdout == "ok\n", p.stderr
+
+
+def test_tokenbypass_keeps_the_ids_of_highest_running_loss_by_position_where_equal():
+    score = torch.tensor([0., 5, 1, 5, 2], dtype=torch.float64)
+    keep = ltd.important(score, torch.tensor([[0, 1, 2, 3, 4, 1], [2, 2, 2, 2, 2, 2]]), 3, 2)
+    assert keep.dtype == torch.int32 and keep.tolist() == [[[1, 3, 5]] * 2, [[0, 1, 2]] * 2]
+    ltd.rescore(score, torch.tensor([[0., 8, 0, 3, 0], [0, 2, 0, 1, 0]], dtype=torch.float64))
+    assert score.tolist() == pytest.approx([0, .9 * 5 + .1 * 4, 1, .9 * 5 + .1 * 3, 2])       # ids that did not come keep theirs
+
+
+@pytest.mark.parametrize("layers", [range(0, 4), range(0, 3), range(1, 4)])
+def test_any_run_of_layers_may_drop_and_keeping_all_tokens_changes_nothing(layers):
+    torch.manual_seed(0)
+    model, x = GPT(50, 16, 4, 2, 16, ltd_layers=layers), torch.randint(50, (3, 16))
+    keep = ltd.draw(0, 0, torch.arange(3), layers, 16, 16)
+    whole, kept = model(x, x), model(x, x, keep)
+    assert whole.item() == kept.item()
+    few = ltd.draw(0, 0, torch.arange(3), layers, 16, 5)
+    model(x, x, few).backward()
+    assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in model.parameters())

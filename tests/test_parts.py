@@ -52,7 +52,7 @@ def test_missing_and_stale_parts_are_named_and_done_ones_are_not_made_again(text
     refused(reduce(), "holds no part", "--stage=map --part=K/N")
     ok(map_part(1))
     stamp = (tmp_path / "o.parts" / "00001-of-00003.bin").stat().st_mtime_ns
-    refused(reduce(), "part 2 is missing, part 3 is missing", f"--text={folder} --out={tmp_path}/o --stage=map --part=2/3")
+    refused(reduce(), "part 2 is missing, part 3 is missing", f"--text={folder} --out={tmp_path}/o {' '.join(FLAGS)} --stage=map --part=2/3")
     ok(map_part(2))
     ok(map_part(3))
     assert "is there already" in ok(map_part(1)) and (tmp_path / "o.parts" / "00001-of-00003.bin").stat().st_mtime_ns == stamp
@@ -82,7 +82,7 @@ def test_columns_by_parts_equal_columns_by_one_process(tmp_path):
     (folder / "T1024").mkdir()
     for k in (11, 3, 4, 8, 1, 9, 2, 10, 6, 7):
         ok(command(*flags, "--stage=map", f"--part={k}/11"))
-    refused(command(*flags, "--stage=reduce"), "voc.parts", "part 5 is missing", "--metric=voc --stage=map --part=5/11")
+    refused(command(*flags, "--stage=reduce"), "voc.parts", "part 5 is missing", "mine.py:mean --stage=map --part=5/11")
     ok(command(*flags, "--stage=map", "--part=5/11"))
     ok(command(*flags, "--stage=reduce"))
     assert contents(folder / "T1024") == want
@@ -101,3 +101,33 @@ def test_a_rank_that_fails_ends_all(tmp_path):
     p = command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ANALYZE, f"--text={tmp_path}/t", f"--out={tmp_path}/o", "--tokenizer=bytes", timeout=60)
     assert p.returncode and "b.txt: byte 0" in p.stderr and not (tmp_path / "o").exists()
     assert json.loads((tmp_path / "o.parts" / "00001-of-00002.json").read_text())["key"]      # what was done stays done
+
+
+def test_reduce_never_deletes_what_is_not_its_own(tmp_path):
+    (tmp_path / "o.parts").mkdir()
+    (tmp_path / "o.parts" / "a.txt").write_text("mine")
+    refused(command(ANALYZE, f"--text={tmp_path}/o.parts", f"--out={tmp_path}/o", *FLAGS, "--stage=map", "--part=1/1"), "o.parts")
+    (tmp_path / "b.txt").write_text("x" * 99)
+    for stage in (["--stage=map", "--part=1/1"], ["--stage=reduce"]):
+        ok(command(ANALYZE, f"--text={tmp_path}/b.txt", f"--out={tmp_path}/o", *FLAGS, *stage))
+    assert os.listdir(tmp_path / "o.parts") == ["a.txt"]
+
+
+def test_lines_skipped_are_counted_over_all_parts(tmp_path):
+    (tmp_path / "t").mkdir()
+    for i in range(3):
+        (tmp_path / "t" / f"{i}.jsonl").write_text('{"text": "good"}\n{"bad\n')
+    run = lambda *flags: command(ANALYZE, f"--text={tmp_path}/t", f"--out={tmp_path}/o", *FLAGS, "--metric=", *flags)
+    for k in (1, 2, 3):
+        ok(run("--skip_bad=1", "--stage=map", f"--part={k}/3"))
+    refused(run("--skip_bad=1", "--stage=reduce"), "3 malformed lines were skipped in all parts", "--skip_bad=N")
+    assert "malformed lines skipped: 3" in ok(run("--skip_bad=3", "--stage=reduce"))
+
+
+def test_zlib_parts_of_two_tokenizers_are_not_joined(texts, tmp_path):
+    folder = shutil.copytree(texts[0].parent / "whole", tmp_path / "s")
+    flags = [ANALYZE, f"--data={folder}", "--block_size=16", "--metric=zlib"]
+    ok(command(*flags, "--stage=map", "--part=1/2"))
+    (folder / "tokenizer.json").write_text('{"kind": "bytes", "other": 1}')
+    ok(command(*flags, "--stage=map", "--part=2/2"))
+    refused(command(*flags, "--stage=reduce"), "part 1 is of other data or settings")

@@ -104,7 +104,23 @@ def test_plan_knows_the_pool_of_every_step(tmp_path):
 
 @pytest.mark.parametrize("kw,word", [(dict(seqlen="cut:16..64:40%"), "truncate"), (dict(ltd="16..128:70%"), "block_size"), (dict(ltd="voc:16..64:70%"), "--ltd"),
                                      (dict(n_layer=2, ltd="16..64:70%"), "n_layer"), (dict(pool=["off", "voc:1%..100%:4"]), "--pool=off"),
+                                     (dict(pool=["voc:1%..9%:4", "voc:1..2:3"]), "once"), (dict(batch_ramp=True), "--batch_ramp"), (dict(ltd="16..64:70%", ltd_dense="middle"), "ends, first"),
                                      (dict(budget="token"), "layer_tokens"), (dict(warmup_tokens="two"), "--warmup_tokens=two"), (dict(train_tokens=0), "train_tokens")])
 def test_plan_refuses_what_makes_no_run(kw, word):
     with pytest.raises(ValueError, match=word):
         plan(**kw)
+
+
+def test_batch_ramp_spends_what_the_techniques_spend_on_fewer_whole_dense_samples():
+    kw = dict(seqlen="truncate:16..64:40%", ltd="16..64:70%")
+    p, ramp = plan(**kw), plan(**kw, batch_ramp=True)
+    assert (ramp.length == 64).all() and (ramp.keep == 64).all() and ramp.batch[0] == 2 and ramp.batch[-1] == 8 and abs(ramp.steps - p.steps) <= 2
+    n = min(p.steps, ramp.steps)
+    assert np.abs(np.diff(ramp.spent["layer_tokens"])[:n] - np.diff(p.spent["layer_tokens"])[:n]).max() <= 32     # half a sample
+    assert np.array_equal(ramp.rows, ramp.batch) and ramp.spent["sampled"][-1] == ramp.spent["tokens"][-1] == ramp.spent["layer_tokens"][-1]
+
+
+def test_dense_ends_are_a_choice():
+    layers = {dense: plan(ltd="16..16:0", ltd_dense=dense).ltd_layers for dense in ("ends", "first", "last", "none")}
+    assert layers == {"ends": range(1, 5), "first": range(1, 6), "last": range(0, 5), "none": range(0, 6)} and not plan().ltd_layers
+    assert plan(ltd="16..16:0", ltd_dense="none").spent["layer_tokens"][1] == 8 * 16

@@ -15,6 +15,7 @@ import torch
 from conftest import ENV, OFF, ON, ROOT, TINY, command, joined, ok, refused, trace, train
 
 import data
+import difficulty
 from flags import parse_flags
 from model import GPT
 
@@ -406,7 +407,7 @@ def test_plan_prints_the_published_steps_without_data(tmp_path):
     (["--train_tokens=1.5"], ["train_tokens"]), (["--train_tokens=inf"], ["train_tokens"]), (["--block_size=0"], ["block_size"]), (["--dropout=1.5"], ["dropout"]),
     (["--eval_samples=-1"], ["eval_samples"]), (["--grad_clip=-1"], ["grad_clip"]), (["--min_lr=1"], ["--min_lr=1", "learning_rate"]), (["--warmup_tokens=nan"], ["warmup_tokens"]),
     (["--trace=/no/dir/x"], ["/no/dir"]), (["--top_k=-1"], ["top_k"]), (["--device=gpu"], ["cuda:N"]), (["--ltd=off", "--ltd_kernel=cuda"], ["no effect"]),
-    (["--ltd_kernel=cuda"], ["--ltd_kernel=torch"]), (["--resume", "--overwrite"], ["no effect"]), (["--lr_decay=constant", "--min_lr=0"], ["no effect"]), (["--pool=zlib:1%..100%:40%"], ["zlib.npy", "--metric=zlib"])])
+    (["--ltd_kernel=cuda"], ["--ltd_kernel=torch"]), (["--resume", "--overwrite"], ["no effect"]), (["--lr_decay=constant", "--min_lr=0"], ["no effect"]), (["--pool=zlib:1%..100%:40%"], ["zlib.rank.npy", "--metric=zlib"])])
 def test_a_users_mistake_gets_one_line_before_anything_is_written(store, tmp_path, flags, words):
     """G01, K08's kind: what is wrong, what is needed, what to type."""
     base = [f for f in TINY if f.partition("=")[0] not in {x.partition("=")[0] for x in flags}]
@@ -416,7 +417,7 @@ def test_a_users_mistake_gets_one_line_before_anything_is_written(store, tmp_pat
 
 def test_flags_take_their_fields_types():
     """G02, G03, G04: never the string "false", ints from 1e3, floats from ints, empty defaults can be set."""
-    from train import Config
+    from config import Config
     cfg, given = parse_flags(Config, ["--dropout=0", "--learning_rate=1e-5", "--compile=false", "--train_tokens=1e3", "--resume", "--pool=a:1..2:3", "--pool=b:1..2:3", "--data=x"], "")
     assert (cfg.dropout, cfg.learning_rate, cfg.compile, cfg.train_tokens, cfg.resume, cfg.data) == (0.0, 1e-5, False, 1000, True, "x")
     assert cfg.pool == ["a:1..2:3", "b:1..2:3"] and type(cfg.dropout) is float and type(cfg.train_tokens) is int and "dropout" in given
@@ -431,7 +432,7 @@ def test_help_describes_every_flag():
     printed = ok(train("--help"))
     import dataclasses
 
-    from train import Config
+    from config import Config
     for f in dataclasses.fields(Config):
         assert f"--{f.name}" in printed
     assert "layer_tokens (compute)" in printed
@@ -470,3 +471,44 @@ def test_wandb_never_stops_a_run(store, tmp_path, env):
     clean = {"WANDB_MODE": "", "HOME": str(tmp_path), "WANDB_API_KEY": "", **env}
     printed = ok(train(*TINY, *ON, BUDGET, f"--data={store}", f"--out={tmp_path}/run", "--wandb", env=clean))
     assert "wandb: " in printed and sum("val_loss" in line for line in open(tmp_path / "run" / "log.jsonl")) == 2
+
+
+# -----------------------------------------------------------------------------
+# the controls
+
+
+CONTROLS = {"importance": ["--pool=off", "--seqlen=off", "--ltd=16..64:70%", "--ltd_choice=importance"],
+            "ramp": ["--pool=off", "--seqlen=truncate:16..64:40%", "--ltd=16..64:70%", "--batch_ramp"]}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_controls_resume_exactly_and_equal_one_process_on_two_ranks(store, tmp_path, name):
+    """TokenBypass has a state of its own (the running losses), the batch ramp other shares every step. Losses of two ranks to 1e-5."""
+    flags = [*TINY, *CONTROLS[name], f"--data={store}", "--train_tokens=8000"]
+    ok(train(*flags, f"--out={tmp_path}/one", f"--trace={tmp_path}/one.jsonl"))
+    whole = joined(trace(tmp_path / "one.jsonl"))
+    ok(train(*flags, f"--out={tmp_path}/cut", f"--trace={tmp_path}/cut.jsonl", "--stop_step=9"))
+    ok(train("--resume", f"--out={tmp_path}/cut", f"--trace={tmp_path}/cut.jsonl"))
+    assert joined(trace(tmp_path / "cut.jsonl")) == whole
+    ok(train(*flags, f"--out={tmp_path}/two", f"--trace={tmp_path}/two.jsonl", ranks=2))
+    two = joined(trace(tmp_path / "two.jsonl"))
+    assert whole.keys() == two.keys() and (len({len(r[0]) for r in whole.values()}) > 3) == (name == "ramp")
+    for t in whole:
+        assert whole[t][:2] == two[t][:2] and abs(whole[t][2] - two[t][2]) < 1e-5
+
+
+def test_a_resume_on_other_difficulties_is_refused(store, tmp_path):
+    folder = shutil.copytree(store, tmp_path / "s")
+    ok(train(*TINY, *ON, f"--data={folder}", f"--out={tmp_path}/run", "--train_tokens=8000", "--stop_step=4"))
+    s = data.Store(folder, "train", 64)
+    difficulty.write_column(s, "voc", -np.asarray(s.column("voc")), 0)
+    refused(train("--resume", f"--data={folder}", f"--out={tmp_path}/run"), "other difficulties")
+
+
+def test_the_probe_takes_the_smallest_start_without_a_jump_and_says_what_it_cost(store):
+    """A rate at which every start is calm; then a technique that does not exist."""
+    flags = [*TINY, *ON[:1], f"--data={store}", "--train_tokens=30000", "--learning_rate=1e-4"]
+    printed = ok(train(*flags, "--probe=seqlen"))
+    result = json.loads(printed.splitlines()[-1])
+    assert result["flag"] == "--seqlen=truncate:3.125%..100%:100%" and 0 < result["share_of_a_run"] < 1 and len(result["tried"]) == 2
+    refused(train(*flags, "--probe=rate"), "seqlen, ltd, pool")
