@@ -231,13 +231,11 @@ def show(folder, block_size, metrics, samples="window"):
                 x = x[x >= 0]
                 text = tokenizer.decode(x) if tokenizer else " ".join(map(str, x))
                 print(f"    {label}: sample {i}, {values[i]:.5g}: {text[:160]!r}")
-        import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
+        from matplotlib.figure import Figure
         file = store.columns / f"{name}.png"
-        plt.figure(figsize=(5, 3), layout="constrained")
-        plt.hist(values, bins=100)
-        plt.gca().set(xlabel=name, ylabel="samples")
-        write_atomic(file, lambda f: plt.savefig(f, dpi=120, format="png"))
-        plt.close()
+        figure = Figure(figsize=(5, 3), layout="constrained")
+        ax = figure.subplots()
+        ax.hist(values, bins=100)
+        ax.set(xlabel=name, ylabel="samples")
+        write_atomic(file, lambda f: figure.savefig(f, dpi=120, format="png"))
         print(f"    {file}: its histogram")

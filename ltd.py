@@ -75,7 +75,7 @@ def important(score, tokens, K, n):
 def rescore(score, sums, decay=0.9):
     """Move the running loss of every id that was a target in this step, in place. score: (V,) float64; sums: (2, V)
     float64: over the step's targets, each id's losses summed, and how often it came."""
-    seen = sums[1] > 0
+    seen = (sums[1] > 0) & sums[0].isfinite()       # a step that blew up teaches nothing
     score[seen] = decay * score[seen] + (1 - decay) * sums[0, seen] / sums[1, seen]
 
 

@@ -121,16 +121,14 @@ def read_log(folder):
 def plot_loss(folder):
     """loss.png from log.jsonl: training and validation loss over layer-tokens."""
     try:
-        import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
+        from matplotlib.figure import Figure  # not pyplot: half a second, and a state of its own
     except ImportError:
         return print0("loss.png: not drawn, matplotlib is missing")
     _, train, val = read_log(folder)
-    _, ax = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    ax = figure.subplots()
     for records, key, label in ((train, "loss", "training"), (val, "val_loss", "validation, full length")):
         ax.plot(*zip(*sorted((r["layer_tokens"], r[key]) for r in records.values())), label=label, linewidth=1)
     ax.set(xlabel="layer-tokens", ylabel="loss (nats a token)")
     ax.legend()
-    write_atomic(Path(folder) / "loss.png", lambda f: plt.savefig(f, dpi=120, format="png"))
-    plt.close()
+    write_atomic(Path(folder) / "loss.png", lambda f: figure.savefig(f, dpi=120, format="png"))

@@ -187,14 +187,13 @@ def print_plan(p, plot=False):
           f"tokens_cut_off: {p.spent['sampled'][-1] - p.spent['tokens'][-1]}\n"
           f"layer_tokens: {p.spent['layer_tokens'][-1]}")
     if plot:
-        import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-        _, axes = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
+        from matplotlib.figure import Figure
+        figure = Figure(figsize=(12, 3.2), layout="constrained")
+        axes = figure.subplots(1, 3)
         lengths = np.stack([p.length, p.keep], 1)
         panels = {"pool (samples)": p.pool, "length, kept tokens": lengths, "learning rate": p.lr}
         for ax, (title, y) in zip(axes, panels.items()):
             ax.plot(y)
             ax.set(title=title, xlabel="step")
-        plt.savefig("plan.png", dpi=120)
+        figure.savefig("plan.png", dpi=120)
         print("plan.png: pool, length, kept tokens and learning rate over the steps")

@@ -156,11 +156,9 @@ def bench_table(cfg, folders):
         cells = (f"{lr:g}: {mean_loss(seeds):.4f} ({len(seeds)})" for lr, seeds in sorted(arms[arm].items()))
         print(f"    {arm:<40}" + "  ".join(cells))
     if cfg.png:
-        import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-        size = 9, 3.4 + 0.12 * max(0, len(order) - 6)
-        _, axes = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+        from matplotlib.figure import Figure
+        figure = Figure(figsize=(9, 3.4 + 0.12 * max(0, len(order) - 6)), layout="constrained")
+        axes = figure.subplots(1, 2, sharey=True)
         for arm in order:
             curves = [r[1] for r in arms[arm][best[arm]].values()]
             points = [[statistics.mean(v) for v in zip(*at)] for at in zip(*curves)][1:]    # mean over the seeds
@@ -169,9 +167,9 @@ def bench_table(cfg, folders):
         axes[0].set(xlabel="layer-tokens", ylabel="validation loss (nats a token)")
         axes[1].set(xlabel="training seconds")
         if len(order) > 6:          # many arms: the names go below
-            axes[0].get_figure().legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+            figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
         else:
             axes[0].legend()
-        plt.savefig(cfg.png, dpi=120)
+        figure.savefig(cfg.png, dpi=120)
         print(f"\n{cfg.png}: validation loss over layer-tokens and over seconds")
     print(json.dumps(result))
