@@ -126,11 +126,12 @@ def bench_table(cfg, folders):
     arms, corpus = read_arms(folders)
     if cfg.against != "dense" and cfg.against not in arms:
         raise ValueError(f"--against={cfg.against} is none of these arms: {'; '.join(sorted(arms))}")
-    best = {arm: min(rates, key=lambda lr: mean_loss(rates[lr])) for arm, rates in arms.items()}
+    # among the rates with the most seeds, so that one lucky run is not chosen
+    best = {arm: min(rates, key=lambda lr: (-len(rates[lr]), mean_loss(rates[lr]))) for arm, rates in arms.items()}
     base = arms[cfg.against][best[cfg.against]] if cfg.against in arms else {}
     order = sorted(arms, key=lambda a: (a != cfg.against, a != "dense", a))
     print(f"corpus {corpus}; last checkpoint, full-length dense evaluation; "
-          "learning rate: the best by mean of those tried\n")
+          "learning rate: the best by mean of those with the most seeds\n")
     print(f"| arm | learning rate | validation loss, mean (sd) | n | minus {cfg.against}, paired, 95 % "
           "| tokens sampled | with a loss | layer-tokens | PFLOP | seconds |\n" + "|---" * 10 + "|")
     result = {"bench": "table", "against": cfg.against, "arms": {}}
@@ -150,7 +151,8 @@ def bench_table(cfg, folders):
         print(f"| {arm} | {best[arm]:g} of {tried} | {mean:.4f} ({sd:.4f}) | {len(chosen)} | {gap} | {spent} "
               f"| {first.get('flops', math.nan) / 1e15:.3g} | {seconds:.0f} |")
         result["arms"][arm] = {"lr": best[arm], "mean": round(mean, 4), "sd": round(sd, 4) if sd == sd else None,
-                               "n": len(chosen), "gap": d and round(d, 4), "half": half and round(half, 4)}
+                               "n": len(chosen), "gap": d and round(d, 4), "half": half and round(half, 4),
+                               "rates": {f"{lr:g}": mean_loss(seeds) for lr, seeds in arms[arm].items()}}
     print("\nthe sweep: mean validation loss (n)\n")
     for arm in order:
         cells = (f"{lr:g}: {mean_loss(seeds):.4f} ({len(seeds)})" for lr, seeds in sorted(arms[arm].items()))
