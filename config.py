@@ -68,6 +68,8 @@ class Config:
     dtype: str = ""             # float32, bfloat16, float16; empty = the GPU's best half precision, float32 on a CPU
     compile: bool = False       # torch.compile the model (worth it on a GPU)
     recompute: bool = False     # activation checkpointing: a third more time for much less memory
+    parallel: str = "ddp"       # what ranks share: ddp (nothing), zero1, zero2 or zero3 (parallel.py)
+    offload: str = ""           # cpu: shards of zero1 to zero3 wait in the host's memory
     deterministic: bool = False  # refuse kernels that are not reproducible on a GPU (a CPU run always is)
     seed: int = 1337            # of the weights, the sampler, the token draw and dropout
     dist_timeout: int = 600     # seconds after which a rank that waits for the others gives up
@@ -102,9 +104,9 @@ GPU_SIZE = dict(n_layer=12, n_head=8, n_embd=512, global_batch=64, batch_size=64
                 train_tokens=40_000_000, learning_rate=1e-3)
 # flags that belong to one call of the command, and those that a resumed run may change: neither touches plan or numbers
 CALL = {"out", "resume", "overwrite", "stop_step", "trace", "plan", "plot", "probe", "sample", "ds_config"}
-FREE = CALL | {"data", "device", "batch_size", "compile", "recompute", "eval_interval", "save_interval", "log_interval",
-               "keep_ckpts", "ltd_kernel", "dist_timeout", "wandb", "wandb_group", "prompt", "max_new_tokens",
-               "temperature", "top_k"}
+FREE = CALL | {"data", "device", "batch_size", "compile", "recompute", "parallel", "offload", "eval_interval",
+               "save_interval", "log_interval", "keep_ckpts", "ltd_kernel", "dist_timeout", "wandb", "wandb_group",
+               "prompt", "max_new_tokens", "temperature", "top_k"}
 
 # -----------------------------------------------------------------------------
 # settings: what the flags, the device and a checkpoint make of a Config
@@ -150,7 +152,12 @@ def check(cfg, given, world):
     if cfg.trace and not Path(cfg.trace).absolute().parent.is_dir():
         raise ValueError(f"--trace={cfg.trace}: its folder does not exist; make it first")
     check_words(ltd_redraw=(cfg.ltd_redraw, ("layer", "once")), ltd_choice=(cfg.ltd_choice, ("random", "importance")))
-    for idle, flags, why in ((cfg.ltd == "off", [f for f in given if f.startswith("ltd_")], "--ltd=off"),
+    check_words(parallel=(cfg.parallel, ("ddp", "zero1", "zero2", "zero3")), offload=(cfg.offload, ("", "cpu")))
+    if cfg.parallel != "ddp" and (world == 1 or cfg.global_batch % world or cfg.batch_ramp or cfg.compile):
+        raise ValueError(f"--parallel={cfg.parallel} needs several ranks (torchrun --nproc_per_node=N), as many "
+                         "samples on each (--global_batch a multiple of N, no --batch_ramp), and no --compile")
+    for idle, flags, why in ((cfg.parallel == "ddp", ("offload",), "--parallel=ddp"),
+                             (cfg.ltd == "off", [f for f in given if f.startswith("ltd_")], "--ltd=off"),
                              (cfg.ltd_choice == "importance", ("ltd_redraw",), "--ltd_choice=importance"),
                              (not cfg.wandb, ("wandb_group",), "no --wandb"),
                              (cfg.seqlen == "off", ("seqlen_multiple",), "--seqlen=off"),

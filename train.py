@@ -10,7 +10,6 @@ A run is a table made before step 0 and never changed: one row a step with pool,
 learning rate, ending where the budget (counted in layer-tokens) is used up. To resume is to go to row N.
 Paper: "DeepSpeed Data Efficiency", arXiv 2212.03597.
 """
-import contextlib
 import dataclasses
 import json
 import math
@@ -25,12 +24,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import curriculum
 import data
 import ds_config
 import ltd
+import parallel
 import probe
 from config import (CALL, EMBEDDED, Config, check, ensure_embedded, pick_device, plan_of, resumed, settle,
                     store_for_plan)
@@ -102,12 +101,13 @@ def main():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     kernel = "off" if cfg.ltd == "off" else ltd.load_kernel(cfg.ltd_kernel, device)
-    model = GPT(store.meta["vocab_size"], cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.dropout, cfg.bias,
-                cfg.pos, cfg.init_std, cfg.recompute, getattr(torch, cfg.dtype), plan.ltd_layers).to(device)
+    shape = (store.meta["vocab_size"], cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.dropout, cfg.bias,
+             cfg.pos, cfg.init_std, cfg.recompute, getattr(torch, cfg.dtype), plan.ltd_layers)
+    model = GPT(*shape).to(device)
     if found:
         model.load_state_dict(checkpoint["model"])
 
-    def sample():
+    def sample(model):
         """Text after the prompt; the same for the same seed."""
         prompt = tokenizer.encode(cfg.prompt).tolist() if tokenizer and cfg.prompt else []
         start = torch.tensor([[store.meta["eot_id"], *prompt]], device=device)
@@ -115,7 +115,7 @@ def main():
         ids = model.generate(start, cfg.max_new_tokens, cfg.temperature, cfg.top_k, g)[0, 1:].tolist()
         return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
     if cfg.sample:
-        return print(sample())
+        return print(sample(model))
     if found and checkpoint["step"] == plan.steps and plan.steps in read_log(out)[2]:
         return print0(f"{path} is the end of its run: nothing is left to do")
     val = data.Store(cfg.data, "val", cfg.block_size)
@@ -150,6 +150,9 @@ def main():
         trace = os.open(cfg.trace, flags)
 
     # the optimizer, and what a resumed run brings along
+    if cfg.compile:
+        model.compile()                                 # in place: the keys of a checkpoint stay clean
+    net = parallel.wrap(model, cfg.parallel, device, cfg.offload)
     params = sorted(model.parameters(), key=lambda p: p.dim() <= 1)                             # matrices first
     n_matrices = sum(p.dim() > 1 for p in params)
     groups = [dict(params=params[:n_matrices], weight_decay=cfg.weight_decay),
@@ -162,18 +165,13 @@ def main():
                         for shape in ((), (2,)))
     if found:
         seconds, skipped, scale, good = (checkpoint[k] for k in ("seconds", "skipped", "scale", "good"))
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        parallel.load_optimizer(optimizer, checkpoint["optimizer"])
         if score is not None:
             score.copy_(checkpoint["score"])
         del checkpoint, found
         print0(f"resumed from {path} at step {start}")
     elif cfg.resume:
         print0(f"{out} holds no checkpoint: starting from step 0")
-    if cfg.compile:
-        model.compile()                                 # in place: the keys of a checkpoint stay clean
-    net = model
-    if world > 1:
-        net = DistributedDataParallel(model, device_ids=None if device == "cpu" else [torch.device(device)])
 
     about = dict(git=git_hash(), torch=torch.__version__, python=sys.version.split()[0], device=device_name(device),
                  world=world, params=model.n_params(), fingerprint=fingerprint, steps=plan.steps)
@@ -205,11 +203,14 @@ def main():
     def evaluate():
         """Mean loss over the same n_eval validation windows: full length, all tokens, each rank a share."""
         model.eval()
-        total, stop = torch.zeros((), dtype=torch.float64, device=device), n_eval * (rank + 1) // world
-        for i in range(n_eval * rank // world, stop, cfg.batch_size):
-            rows = torch.from_numpy(val.rows(windows[i:min(i + cfg.batch_size, stop)])).to(device)
-            total += model(rows[:, :-1], rows[:, 1:])
+        total, begin, stop = 0.0, n_eval * rank // world, n_eval * (rank + 1) // world
+        # as many turns on every rank, because a sharded model's ranks work together: an idle one repeats a window
+        for i in range(begin, begin - (-n_eval // world), cfg.batch_size):
+            rows = torch.from_numpy(val.rows(windows[i:min(i + cfg.batch_size, stop)] if i < stop else windows[:1]))
+            loss = model(*(t.to(device) for t in (rows[:, :-1], rows[:, 1:])))
+            total += loss.double() if i < stop else 0.0
         model.train()
+        total = torch.as_tensor(total, dtype=torch.float64, device=device)
         if world > 1:
             dist.all_reduce(total)
         return total.item() / (n_eval * cfg.block_size)
@@ -231,11 +232,13 @@ def main():
         spent = {name: int(sums[step]) for name, sums in plan.spent.items()}
         end = step == plan.steps or stop or 0 < cfg.stop_step <= step
         # weights that gave no finite gradient are not worth keeping; with float16 a scale too high is the usual reason
-        if rank == 0 and step > saved and (end or step % cfg.save_interval == 0) and (not bad or scale > 1):
-            save_checkpoint(out, {"step": step, "seconds": seconds, "skipped": skipped, "scale": scale, "good": good,
-                                  "fingerprint": fingerprint, "order": order, "config": dataclasses.asdict(cfg),
-                                  "model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                                  **({} if score is None else {"score": score})})
+        if step > saved and (end or step % cfg.save_interval == 0) and (not bad or scale > 1):
+            weights, state = parallel.gather(model, optimizer, rank == 0)
+            if rank == 0:
+                save_checkpoint(out, {"step": step, "seconds": seconds, "skipped": skipped, "scale": scale,
+                                      "good": good, "fingerprint": fingerprint, "order": order,
+                                      "config": dataclasses.asdict(cfg), "model": weights, "optimizer": state,
+                                      **({} if score is None else {"score": score})})
             saved = step
         if (end or step % cfg.eval_interval == 0) and not stop:
             val_loss = evaluate()
@@ -260,7 +263,7 @@ def main():
             # state, and ranks equal one process wherever their micro-batches begin at the same rows
             if cfg.dropout:
                 torch.manual_seed(np.random.SeedSequence((cfg.seed, step, first * pieces + i)).generate_state(1).item())
-            with net.no_sync() if world > 1 and i + micro < len(x) else contextlib.nullcontext():
+            with parallel.micro_batch(net, cfg.parallel, i + micro >= len(x)):
                 loss = net(x[part], y[part], keep, "sum" if score is None else "none")
                 if score is not None:                   # (b*T,) losses to their target ids
                     loss, each = loss.sum(), torch.stack((loss.detach().double(), (y[part].reshape(-1) >= 0).double()))
@@ -283,7 +286,7 @@ def main():
 
         # clip and update, or skip: the norm is the same on all ranks, and so is what follows from it. It costs a sync
         grads = [p.grad for p in params]
-        norm = torch.nn.utils.get_total_norm(grads).item() / scale
+        norm = parallel.grad_norm(grads) / scale
         if math.isfinite(norm):
             factor = (min(1.0, cfg.grad_clip / (norm + 1e-6)) if cfg.grad_clip else 1.0) / scale
             if factor != 1.0:
@@ -330,11 +333,16 @@ def main():
 
     # the end
     batches.close()
+    if step == plan.steps and cfg.parallel != "ddp":
+        weights, _ = parallel.gather(model, optimizer, rank == 0)
+        model = GPT(*shape)
     if rank == 0:
         prune_checkpoints(out, cfg.keep_ckpts)
         plot_loss(out)
         if step == plan.steps:
-            print(f"\n{sample()}\n")
+            if cfg.parallel != "ddp":
+                model.load_state_dict(weights)
+            print(f"\n{sample(model.to(device))}\n")
         memory = {} if device == "cpu" else {"peak_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20)}
         result = dict(val_loss="not evaluated" if stop else f"{val_loss:.4f}", tokens_sampled=spent["sampled"],
                       tokens_with_loss=spent["tokens"], tokens_cut_off=spent["sampled"] - spent["tokens"],
