@@ -1,8 +1,11 @@
 """The table and the plots of finished runs:  python bench.py table out/my_runs/*
 
 Runs are grouped into arms by their techniques, and within an arm by learning rate; an arm is judged at the rate that is
-best by mean, by its last checkpoint's loss over the same full-length validation windows, in pairs of equal seeds.
+best by mean among those with the most seeds, by its last checkpoint's loss over the same full-length validation
+windows, in pairs of equal seeds. The rate is chosen on the windows it is judged by, for every arm alike, and the
+intervals are of one comparison each: among twenty arms one may miss its interval by chance.
 """
+import dataclasses
 import json
 import math
 import re
@@ -11,6 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from config import Config
 from output import read_log
 
 
@@ -26,6 +30,8 @@ def read_run(folder):
     if not (Path(folder) / "log.jsonl").is_file():
         raise ValueError(f"{folder} holds no log.jsonl; give the folders of finished runs")
     about, _, val = read_log(folder)
+    if not val:
+        raise ValueError(f"{folder} has no evaluation yet: python train.py --resume --out={folder}")
     last = val.get(about["steps"])
     if not last:
         raise ValueError(f"{folder} has not ended (step {max(val)} of {about['steps']}): "
@@ -35,10 +41,9 @@ def read_run(folder):
 
 def arm_of(config):
     """A run's arm, named by its techniques."""
-    c = {"pool_order": "easy_first", "ltd_dense": "ends", "ltd_redraw": "layer", "ltd_choice": "random", "lr_unit": "",
-         "batch_ramp": False, "ltd": "off", **config}               # runs of an earlier version lack some flags
+    c = DEFAULTS | config
     order = c["pool_order"].replace("easy_first", "").replace("_", " ")
-    parts = [f"{p.partition(':')[0]} {order}".strip() for p in c["pool"] if p != "off"]
+    pools, parts = [f"{p.partition(':')[0]} {order}".strip() for p in c["pool"] if p != "off"], []
     parts += [c["seqlen"].partition(":")[0]] * (c["seqlen"] != "off")
     if c["ltd"] != "off":
         start, end = re.match(r"([^:]+?)\.\.([^:]+):", c["ltd"]).groups()
@@ -46,11 +51,16 @@ def arm_of(config):
         parts.append(kind + f" constant {start}" * (start == end) + " one draw" * (c["ltd_redraw"] == "once")
                      + {"ends": "", "first": ", last layer too", "last": ", first layer too",
                         "none": ", first and last layer too"}[c["ltd_dense"]])
-    name = " + ".join(parts) or "dense"
-    name = f"dense, batches as {name}" if c["batch_ramp"] else name
-    return name + f", rate by {c['lr_unit']}" * bool(c["lr_unit"])
+    if c["batch_ramp"]:
+        parts = [f"dense, batches as {' + '.join(parts)}"]
+    rate = f", rate by {c['lr_unit']}" * (c["lr_unit"] not in ("", c["budget"]))
+    return (" + ".join(pools + parts) or "dense") + rate
 
 
+DEFAULTS = dataclasses.asdict(Config())     # runs of an earlier version lack some flags
+# what makes an arm; all else is the same for all arms of a table
+OF_AN_ARM = {"pool", "pool_order", "seqlen", "seqlen_multiple", "ltd", "ltd_multiple", "ltd_dense", "ltd_redraw",
+             "ltd_choice", "batch_ramp", "lr_unit", "warmup_tokens", "decay_tokens"}
 # what runs of one arm may differ in
 OF_A_RUN = {"seed", "learning_rate", "min_lr", "out", "resume", "overwrite", "stop_step", "trace", "wandb",
             "keep_ckpts", "save_interval", "log_interval", "eval_interval", "data", "device", "ltd_kernel",
@@ -71,10 +81,14 @@ def read_arms(folders, free=()):
     arms, same, corpora = defaultdict(lambda: defaultdict(dict)), {}, set()
     for folder in folders:
         about, last, curve = read_run(folder)
-        c = about["config"]
+        c = DEFAULTS | about["config"]
         corpora.add(about["fingerprint"])
         arm, rest = arm_of(c), {k: c[k] for k in c.keys() - OF_A_RUN - set(free)}
         differs = sorted(k for k in rest if rest[k] != same.setdefault(arm, rest).get(k))
+        alien = sorted(k for k in rest.keys() - OF_AN_ARM if rest[k] != same.setdefault("", rest).get(k))
+        if alien:
+            raise ValueError(f"{folder} has --{alien[0]}={rest[alien[0]]}, another one "
+                             f"{same[''][alien[0]]}; only techniques may differ between the arms of a table")
         twins = arms[arm][(c["train_tokens"], c["learning_rate"]) if free else c["learning_rate"]]
         if differs or c["seed"] in twins:
             what = f"other --{differs[0]}" if differs else "same learning rate and seed"
@@ -87,20 +101,31 @@ def read_arms(folders, free=()):
 
 
 def mean_loss(seeds):
-    return mean_sd([r[0]["val_loss"] for r in seeds.values()])[0]
+    """The mean; infinite where one has no number, so that no such rate is ever the best."""
+    mean = mean_sd([r[0]["val_loss"] for r in seeds.values()])[0]
+    return mean if math.isfinite(mean) else math.inf
+
+
+def best_rate(rates):
+    """Among the rates with the most seeds, so that one lucky run is not chosen."""
+    return min(rates, key=lambda lr: (-len(rates[lr]), mean_loss(rates[lr])))
 
 
 def bench_match(cfg, folders):
-    """How much less? Every arm at several budgets, each run fully decayed inside its own, each at its best rate;
-    between two budgets the loss is taken to fall evenly with the logarithm of the budget."""
+    """How much less? Every arm at several budgets, each run fully decayed inside its own, at the best of the rates that
+    were run there; between two budgets the loss is taken to fall evenly with the logarithm of the budget."""
+    if cfg.against != "dense":
+        raise ValueError("--match compares with dense: leave --against out")
     arms, corpus = read_arms(folders, ("train_tokens", "warmup_tokens", "decay_tokens"))
     if "dense" not in arms:
         raise ValueError("--match needs runs of the dense arm among the folders")
-    best = {}                                           # arm -> {budget: (loss, rate, n)}
+    best = {}                                           # arm -> {budget: (loss, sd, rate, n)}
     for arm, runs in arms.items():
-        for (budget, lr), seeds in runs.items():
-            tried = best.setdefault(arm, {})
-            tried[budget] = min(tried.get(budget, (math.inf,)), (mean_loss(seeds), lr, len(seeds)))
+        best[arm] = {}
+        for budget in sorted({b for b, _ in runs}):
+            rates = {lr: seeds for (b, lr), seeds in runs.items() if b == budget}
+            lr = best_rate(rates)
+            best[arm][budget] = (*mean_sd([r[0]["val_loss"] for r in rates[lr].values()]), lr, len(rates[lr]))
     whole = max(best["dense"])
     goal = best["dense"][whole][0]
     budgets = sorted({b for tried in best.values() for b in tried})
@@ -109,12 +134,12 @@ def bench_match(cfg, folders):
           + "---|" * (len(budgets) + 2))
     result = {"bench": "match", "goal": round(goal, 4), "fraction": {}}
     for arm, tried in sorted(best.items(), key=lambda a: (a[0] != "dense", a[0])):
-        at, points = None, sorted((b, loss) for b, (loss, *_) in tried.items())
+        at, points = (1.0 if arm == "dense" else None), sorted((b, loss) for b, (loss, *_) in tried.items())
         for (b0, l0), (b1, l1) in zip(points, points[1:]):
             if l0 > goal >= l1:
                 at = math.exp(math.log(b0) + (l0 - goal) / (l0 - l1) * math.log(b1 / b0)) / whole
         say = f"{at:.0%}" if at else f"below {points[0][0] / whole:.0%}" if points[0][1] <= goal else "not reached"
-        cells = (f"{tried[b][0]:.4f} ({tried[b][1]:g}, n = {tried[b][2]})" if b in tried else "" for b in budgets)
+        cells = ("{:.4f} ({:.4f}), rate {:g}, n = {}".format(*tried[b]) if b in tried else "" for b in budgets)
         print(f"| {arm} | {' | '.join(cells)} | {say} |")
         result["fraction"][arm] = round(at, 4) if at else say
     print(json.dumps(result))
@@ -126,8 +151,7 @@ def bench_table(cfg, folders):
     arms, corpus = read_arms(folders)
     if cfg.against != "dense" and cfg.against not in arms:
         raise ValueError(f"--against={cfg.against} is none of these arms: {'; '.join(sorted(arms))}")
-    # among the rates with the most seeds, so that one lucky run is not chosen
-    best = {arm: min(rates, key=lambda lr: (-len(rates[lr]), mean_loss(rates[lr]))) for arm, rates in arms.items()}
+    best = {arm: best_rate(rates) for arm, rates in arms.items()}
     base = arms[cfg.against][best[cfg.against]] if cfg.against in arms else {}
     order = sorted(arms, key=lambda a: (a != cfg.against, a != "dense", a))
     print(f"corpus {corpus}; last checkpoint, full-length dense evaluation; "
@@ -143,7 +167,8 @@ def bench_table(cfg, folders):
         if len(diffs) > 1:
             d, s = mean_sd(diffs)
             half = T95[min(len(diffs), len(T95)) - 1] * s / math.sqrt(len(diffs))
-            gap = f"{d:+.4f} +- {half:.4f}" + ("" if abs(d) > half else " (does not differ)")
+            gap = f"{d:+.4f} +- {half:.4f}" + f" ({len(diffs)} pairs)" * (len(diffs) < len(chosen))
+            gap += " (not distinguishable)" * (abs(d) <= half)
         first = next(iter(chosen.values()))[0]
         seconds = statistics.mean(r[0]["seconds"] for r in chosen.values())
         tried = ", ".join(f"{lr:g}" for lr in sorted(arms[arm]))

@@ -68,8 +68,10 @@ def main():
     if cfg.plan:
         return print_plan(plan_of(cfg, store_for_plan(cfg)), cfg.plot)
     if cfg.probe:
+        if world > 1:
+            raise ValueError("--probe is for one process: python train.py --probe=...")
         flags = [word for word in flag_words(cfg, given) if not word.startswith(("--probe=", f"--{cfg.probe}="))]
-        return probe.probe(cfg.probe, flags, plan_of(cfg, store_for_plan(cfg)).steps, cfg.train_tokens)
+        return probe.probe(cfg, flags, plan_of(cfg, store_for_plan(cfg)))
 
     # everything that can be refused is refused here, before anything is written
     if cfg.data == EMBEDDED:
