@@ -20,7 +20,7 @@ TECHNIQUES = {
     "ltd": ((6.25, 12.5, 25, 50, 75), 70, "--ltd={1:g}%..100%:{2}%"),
     "pool": ((1, 2, 5, 10, 20, 40), 40, "--pool={}:{:g}%..100%:{}%:sqrt")}
 SHARE, JUMP, FINEST = 0.02, 1.3, 5      # of a run's steps; of the best perplexity; % of duration
-EVALUATIONS, WINDOWS = 10, 64           # a try's, and how many windows each where --eval_samples says nothing
+EVALUATIONS, WINDOWS = 10, 32           # a try's, and how many windows each where --eval_samples says nothing
 
 
 def try_one(flag, flags, steps):
