@@ -183,15 +183,19 @@ def bench_table(cfg, folders):
         cells = (f"{lr:g}: {mean_loss(seeds):.4f} ({len(seeds)})" for lr, seeds in sorted(arms[arm].items()))
         print(f"    {arm:<40}" + "  ".join(cells))
     if cfg.png:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
         figure = Figure(figsize=(9, 3.4 + 0.12 * max(0, len(order) - 6)), layout="constrained")
         axes = figure.subplots(1, 2, sharey=True)
+        for ax in axes if len(order) > 10 else ():
+            ax.set_prop_cycle(color=colormaps["tab20"].colors)
         for arm in order:
             curves = [r[1] for r in arms[arm][best[arm]].values()]
             points = [[statistics.mean(v) for v in zip(*at)] for at in zip(*curves)][1:]    # mean over the seeds
             for ax, k in zip(axes, (0, 1)):
-                ax.plot([p[k] for p in points], [p[2] for p in points], marker=".", label=f"{arm} (n = {len(curves)})")
-        axes[0].set(xlabel="layer-tokens", ylabel="validation loss (nats a token)")
+                x = [p[k] / (1, 1e6)[k == 0] for p in points]
+                ax.plot(x, [p[2] for p in points], marker=".", label=f"{arm} (n = {len(curves)})")
+        axes[0].set(xlabel="layer-tokens, millions", ylabel="validation loss (nats a token)")
         axes[1].set(xlabel="training seconds")
         if len(order) > 6:          # many arms: the names go below
             figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)

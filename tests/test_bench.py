@@ -43,7 +43,9 @@ def test_table_has_mean_deviation_n_and_every_axis_and_draws(runs, tmp_path):
     printed = ok(command(ROOT / "bench.py", "table", *(runs / n for n in ("a1", "a2", "b1", "b2")), f"--png={tmp_path}/t.png"))
     result = last_json(printed)
     losses = [json.loads((runs / n / "log.jsonl").read_text().splitlines()[-1])["val_loss"] for n in ("a1", "a2")]
-    assert result["arms"]["dense"] == {"lr": 4e-3, "mean": round(sum(losses) / 2, 4), "sd": round(abs(losses[0] - losses[1]) / 2**.5, 4), "n": 2}
+    dense = result["arms"]["dense"]
+    assert (dense["lr"], dense["n"]) == (4e-3, 2) and dense["rates"] == {"0.004": pytest.approx(sum(losses) / 2)}
+    assert (dense["mean"], dense["sd"]) == (round(sum(losses) / 2, 4), round(abs(losses[0] - losses[1]) / 2**.5, 4))
     assert result["arms"]["voc + truncate + LTD"]["n"] == 2 and (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
     for column in ("validation loss, mean (sd)", "paired", "tokens sampled", "layer-tokens", "seconds"):
         assert column in printed
