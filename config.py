@@ -235,7 +235,8 @@ def ensure_embedded(cfg):
         command = ["data_analyze.py", *what, f"--block_size={cfg.block_size}", f"--samples={cfg.samples}"]
         print0(f"making the embedded corpus: python {' '.join(command)}")
         here = Path(__file__).resolve().parent
-        alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}    # it would wait for the others
+        # without torchrun's variables, or it would wait for the other ranks
+        alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         p = subprocess.run([sys.executable, str(here / command[0]), *command[1:]], env=alone)
         if p.returncode and not last.is_file():
             raise ValueError(f"{EMBEDDED} could not be made; see the message above")
