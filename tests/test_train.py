@@ -407,7 +407,7 @@ def test_plan_prints_the_published_steps_without_data(tmp_path):
     (["--train_tokens=1.5"], ["train_tokens"]), (["--train_tokens=inf"], ["train_tokens"]), (["--block_size=0"], ["block_size"]), (["--dropout=1.5"], ["dropout"]),
     (["--eval_samples=-1"], ["eval_samples"]), (["--grad_clip=-1"], ["grad_clip"]), (["--min_lr=1"], ["--min_lr=1", "learning_rate"]), (["--warmup_tokens=nan"], ["warmup_tokens"]),
     (["--trace=/no/dir/x"], ["/no/dir"]), (["--top_k=-1"], ["top_k"]), (["--device=gpu"], ["cuda:N"]), (["--ltd=off", "--ltd_kernel=cuda"], ["no effect"]),
-    (["--ltd_kernel=cuda"], ["--ltd_kernel=torch"]), (["--resume", "--overwrite"], ["no effect"]), (["--lr_decay=constant", "--min_lr=0"], ["no effect"]), (["--pool=zlib:1%..100%:40%"], ["zlib.rank.npy", "--metric=zlib"])])
+    (["--ltd_kernel=cuda"], ["--ltd_kernel=torch"]), (["--resume", "--overwrite"], ["no effect"]), (["--lr_decay=constant", "--min_lr=0"], ["no effect"]), (["--pool=rarity:1%..100%:40%"], ["rarity.rank.npy", "--metric=FILE.py:rarity"])])
 def test_a_users_mistake_gets_one_line_before_anything_is_written(store, tmp_path, flags, words):
     """G01, K08's kind: what is wrong, what is needed, what to type."""
     base = [f for f in TINY if f.partition("=")[0] not in {x.partition("=")[0] for x in flags}]
