@@ -12,13 +12,12 @@ from pathlib import Path
 
 import torch
 
-from data import Store
+from data import EMBEDDED, Store, columns_folder
 from model import SIZES
 from output import print0
+from parallel import ENGINES
 from plan import check as check_words
 from plan import make_plan
-
-EMBEDDED = "data/stdlib"
 
 
 @dataclass
@@ -152,7 +151,7 @@ def check(cfg, given, world):
     if cfg.trace and not Path(cfg.trace).absolute().parent.is_dir():
         raise ValueError(f"--trace={cfg.trace}: its folder does not exist; make it first")
     check_words(ltd_redraw=(cfg.ltd_redraw, ("layer", "once")), ltd_choice=(cfg.ltd_choice, ("random", "importance")))
-    check_words(parallel=(cfg.parallel, ("ddp", "zero1", "zero2", "zero3")), offload=(cfg.offload, ("", "cpu")))
+    check_words(parallel=(cfg.parallel, ENGINES), offload=(cfg.offload, ("", "cpu")))
     if cfg.parallel != "ddp" and (world == 1 or cfg.global_batch % world or cfg.batch_ramp or cfg.compile):
         raise ValueError(f"--parallel={cfg.parallel} needs several ranks (torchrun --nproc_per_node=N), as many "
                          "samples on each (--global_batch a multiple of N, no --batch_ramp), and no --compile")
@@ -226,8 +225,8 @@ def store_for_plan(cfg):
 def ensure_embedded(cfg):
     """Make what is missing of the embedded corpus, its tokens or this block size's difficulties, by the offline
     command: local rank 0 does, before there is a process group, and the others wait for the last file."""
-    folder = f"T{cfg.block_size}" + "-documents" * (cfg.samples == "document")
-    meta, last = Path(EMBEDDED) / "meta.json", Path(EMBEDDED) / folder / "voc.json"
+    last = columns_folder(EMBEDDED, cfg.block_size, cfg.samples) / "voc.json"
+    meta = Path(EMBEDDED) / "meta.json"
     if meta.is_file() and (last.is_file() or cfg.pool == ["off"]):
         return
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:

@@ -34,6 +34,14 @@ def write_atomic(path, write):
         temporary.unlink(missing_ok=True)
 
 
+EMBEDDED = "data/stdlib"        # the store of the embedded corpus
+
+
+def columns_folder(folder, block_size, samples):
+    """Where a store's difficulty columns for these samples lie."""
+    return Path(folder) / (f"T{block_size}" + "-documents" * (samples == "document"))
+
+
 def digest_of(file):
     """A digest of a file's content; empty where there is none."""
     return hashlib.blake2b(Path(file).read_bytes()).hexdigest() if file and Path(file).is_file() else ""
@@ -180,7 +188,7 @@ class Store:
                              f"--block_size={block_size} needs {block_size + 1}: give more text or a smaller "
                              "--block_size")
         self.tokens = [np.memmap(p.file, p.dtype, "r", p.offset, (p.tokens,)) for p in parts]
-        self.columns = self.folder / (f"T{block_size}" + "-documents" * (samples == "document"))
+        self.columns = columns_folder(folder, block_size, samples)
         if samples == "window":
             view = np.lib.stride_tricks.sliding_window_view
             self._windows = [view(t, block_size + 1)[::block_size] for t in self.tokens]    # (n, T+1) views, no copy

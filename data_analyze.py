@@ -25,13 +25,12 @@ from pathlib import Path
 import numpy as np
 
 import parts
-from data import document_starts, documents_file, read_meta, write_atomic
+from data import EMBEDDED, digest_of, document_starts, documents_file, read_meta, write_atomic
 from difficulty import METRICS, analyze, show
 from flags import parse_flags, run_command
 from text import SKIPPED, STDIN, documents, embedded_files, text_files
 from tokenizer import Tokenizer, read_tokenizer
 
-EMBEDDED = "data/stdlib"
 PATTERN = (r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"""
            r"""| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+""")
 TRAIN_CHARS = 200_000_000   # a trained BPE reads this much of the corpus at most
@@ -260,9 +259,8 @@ def make_store(files, cfg, out, corpus, job):
     if set(map(str, files)) & set(STDIN):
         raise ValueError("--text=- is one stream and has no parts; write it to files first")
     folder = out.with_name(f"{out.name}.parts")
-    saved = hashlib.blake2b(Path(cfg.tokenizer).read_bytes()).hexdigest() if Path(cfg.tokenizer).is_file() else ""
-    key = parts.key_of([[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files], cfg.tokenizer, saved,
-                       cfg.vocab_size, cfg.text_key, cfg.errors)
+    key = parts.key_of([[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files], cfg.tokenizer,
+                       digest_of(cfg.tokenizer), cfg.vocab_size, cfg.text_key, cfg.errors)
     # one tokenizer for all parts; trained on the same text it is the same, so it does not matter who is first
     spec = folder / f"tokenizer.{key}.json"
     folder.mkdir(parents=True, exist_ok=True)

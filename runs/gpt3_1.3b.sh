@@ -18,14 +18,7 @@ case $billions in       # steps of the curriculum, steps of token dropping, peak
     *) echo "error: BILLIONS=$billions must be 300, 200 or 150: runs/gpt3_1.3b.sh both 300" >&2; exit 2 ;;
 esac
 on_cl="--pool=voc:1%..100%:$cl:sqrt --seqlen=truncate:80..2048:$cl" on_ltd="--ltd=128..2048:$ltd"
-case $arm in
-    baseline) flags="--pool=off --seqlen=off --ltd=off" ;;
-    cl) flags="$on_cl --ltd=off" ;;
-    ltd) flags="--pool=off --seqlen=off $on_ltd" ;;
-    both) flags="$on_cl $on_ltd" ;;
-    *) echo "error: ARM=$arm must be baseline, cl, ltd or both: runs/gpt3_1.3b.sh both 300" >&2; exit 2 ;;
-esac
-launch=${LAUNCH:-torchrun --nproc_per_node=8}           # LAUNCH="torchrun --nnodes=8 --nproc_per_node=8 --rdzv_..." for more hosts
-case " $* " in *" --plan "*) launch=${PYTHON:-python} ;; esac
+usage="runs/gpt3_1.3b.sh both 300"
+. runs/gpt3_arms.sh
 exec $launch train.py --data="${DATA:-data/pile}" --out="out/gpt3_1.3b-$arm-$billions" --model=gpt3-1.3b --global_batch=512 --batch_size="${MICRO:-8}" \
     --train_tokens="${billions}e9" --learning_rate=$lr --min_lr=1e-6 --warmup_tokens=3e9 --recompute $flags "$@"

@@ -17,16 +17,9 @@ case $size in
 esac
 [ "$percent" -ge 1 ] 2> /dev/null && [ "$percent" -le 100 ] || { echo "error: PERCENT=$percent must be a whole number from 1 to 100" >&2; exit 2; }
 on_cl="--pool=voc:1%..100%:40%:sqrt --seqlen=truncate:6.25%..100%:40%" on_ltd="--ltd=6.25%..100%:70%"
-case $arm in
-    baseline) flags="--pool=off --seqlen=off --ltd=off" ;;
-    cl) flags="$on_cl --ltd=off" ;;
-    ltd) flags="--pool=off --seqlen=off $on_ltd" ;;
-    both) flags="$on_cl $on_ltd" ;;
-    *) echo "error: ARM=$arm must be baseline, cl, ltd or both: runs/gpt3_small.sh 125m both 100" >&2; exit 2 ;;
-esac
+usage="runs/gpt3_small.sh 125m both 100"
+. runs/gpt3_arms.sh
 number() { awk "BEGIN { printf \"%.6g\", $1 }"; }
-launch=${LAUNCH:-torchrun --nproc_per_node=8}
-case " $* " in *" --plan "*) launch=${PYTHON:-python} ;; esac
 exec $launch train.py --data="${DATA:-data/pile}" --out="out/gpt3_$size-$arm-$percent" --model="gpt3-$size" --global_batch=$batch --batch_size="${MICRO:-8}" \
     --train_tokens="$(number "${TOKENS:-300e9} * $percent / 100")" --learning_rate="$(number "$lr * 100 / $percent")" --min_lr="$(number "$lr / 10")" \
     --warmup_tokens=1% $flags "$@"
