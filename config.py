@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import print0
 from data import EMBEDDED, Store, columns_folder
-from model import SIZES
-from output import print0
-from parallel import ENGINES
+from model import RECOMPUTE, SIZES
+from parallel import ENGINES, SCHEDULES, STAGES
 from plan import check as check_words
 from plan import make_plan
 
@@ -66,9 +66,13 @@ class Config:
     device: str = ""            # cpu, cuda, cuda:1; empty = cuda if there is one
     dtype: str = ""             # float32, bfloat16, float16; empty = the GPU's best half precision, float32 on a CPU
     compile: bool = False       # torch.compile the model (worth it on a GPU)
-    recompute: bool = False     # activation checkpointing: a third more time for much less memory
+    recompute: str = "none"     # activation checkpointing: none, selective (all but products and attention), or block
     parallel: str = "ddp"       # what ranks share: ddp (nothing), zero1, zero2 or zero3 (parallel.py)
-    offload: str = ""           # cpu: shards of zero1 to zero3 wait in the host's memory
+    tp: int = 1                 # ranks that share every layer (tensor parallelism)
+    pp: int = 1                 # ranks that hold a part of the layers each (pipeline)
+    pp_schedule: str = "1f1b"   # of a pipeline's micro-batches: gpipe, 1f1b, or interleaved (two stages a rank)
+    offload: str = ""           # cpu: zero1 to zero3's shards wait in the host's memory; disk:FOLDER: AdamW's moments
+    loss_scale: str = "65536:2000"  # of float16, START:GROW: doubled every GROW steps, halved where inf; GROW 0 = fixed
     deterministic: bool = False  # refuse kernels that are not reproducible on a GPU (a CPU run always is)
     seed: int = 1337            # of the weights, the sampler, the token draw and dropout
     dist_timeout: int = 600     # seconds after which a rank that waits for the others gives up
@@ -80,9 +84,12 @@ class Config:
     eval_samples: int = 256     # validation windows, always the same, spread evenly over the split; 0 = all
     save_interval: int = 200    # steps between checkpoints
     keep_ckpts: int = 2         # newest checkpoints to keep
+    ckpt_async: bool = False    # write checkpoints beside the training, as shards, from a copy in the host's memory
     log_interval: int = 10      # steps between lines on the screen and in log.jsonl
     stop_step: int = 0          # save and end at this step, horizons unchanged; 0 = run to the end
-    trace: str = ""             # write one JSON line a step and rank to this file
+    trace: str = ""             # write one JSON line a step and data-parallel rank to this file
+    profile: str = ""           # START:STEPS: torch.profiler over these steps, to trace.json in --out, and its summary
+    tensorboard: bool = False   # also write TensorBoard's files to --out
     wandb: bool = False         # also log to Weights & Biases (offline without a key)
     wandb_group: str = ""       # the run's group there
     ds_config: str = ""         # a DeepSpeed JSON file: its data_efficiency section, as flags; those given here win
@@ -91,6 +98,7 @@ class Config:
     plot: bool = False          # with --plan: draw it to plan.png
     probe: str = ""             # find start and duration of seqlen, ltd or pool by short tries, and end
     sample: bool = False        # with --resume: print text from the newest checkpoint and end
+    export: str = ""            # with --resume: write the newest checkpoint's weights to this plain file and end
     prompt: str = ""            # what the sample begins with
     max_new_tokens: int = 200   # length of a sample
     temperature: float = 0.8    # of a sample; 0 takes the likeliest token
@@ -102,10 +110,12 @@ POOL = ["voc:30%..100%:40%:sqrt"]
 GPU_SIZE = dict(n_layer=12, n_head=8, n_embd=512, global_batch=64, batch_size=64,
                 train_tokens=40_000_000, learning_rate=1e-3)
 # flags that belong to one call of the command, and those that a resumed run may change: neither touches plan or numbers
-CALL = {"out", "resume", "overwrite", "stop_step", "trace", "plan", "plot", "probe", "sample", "ds_config"}
-FREE = CALL | {"data", "device", "batch_size", "compile", "recompute", "parallel", "offload", "eval_interval",
-               "save_interval", "log_interval", "keep_ckpts", "ltd_kernel", "dist_timeout", "wandb", "wandb_group",
-               "prompt", "max_new_tokens", "temperature", "top_k"}
+CALL = {"out", "resume", "overwrite", "stop_step", "trace", "plan", "plot", "probe", "sample", "export", "ds_config",
+        "profile"}
+LAYOUT = {"parallel", "tp", "pp", "pp_schedule", "offload"}         # where things lie: changes no number either
+FREE = CALL | LAYOUT | {"data", "device", "batch_size", "compile", "recompute", "eval_interval", "save_interval",
+                        "log_interval", "keep_ckpts", "ckpt_async", "ltd_kernel", "dist_timeout", "tensorboard",
+                        "wandb", "wandb_group", "prompt", "max_new_tokens", "temperature", "top_k"}
 
 # -----------------------------------------------------------------------------
 # settings: what the flags, the device and a checkpoint make of a Config
@@ -128,7 +138,8 @@ def pick_device(cfg):
 
 RANGES = {  # flag: (least, most); a bound in a string is left out itself
     **{flag: (1, math.inf) for flag in ("batch_size", "n_head", "n_embd", "n_layer", "block_size", "eval_interval",
-                                        "save_interval", "keep_ckpts", "log_interval", "dist_timeout", "train_tokens")},
+                                        "save_interval", "keep_ckpts", "log_interval", "dist_timeout", "train_tokens",
+                                        "tp", "pp")},
     **{flag: (0, math.inf) for flag in ("seed", "eval_samples", "stop_step", "max_new_tokens", "temperature", "top_k",
                                         "weight_decay", "grad_clip", "init_std", "learning_rate", "min_lr")},
     "dropout": (0, "1"), "beta1": (0, "1"), "beta2": (0, "1")}
@@ -145,17 +156,14 @@ def check(cfg, given, world):
         raise ValueError(f"--dtype={cfg.dtype} is unknown; it takes float32, bfloat16 or float16")
     if cfg.min_lr > cfg.learning_rate:
         raise ValueError(f"--min_lr={cfg.min_lr:g} must not be above --learning_rate={cfg.learning_rate:g}")
-    if cfg.global_batch < world:
-        raise ValueError(f"--global_batch={cfg.global_batch} leaves some of the {world} ranks without a sample; "
-                         f"take {world} or more")
     if cfg.trace and not Path(cfg.trace).absolute().parent.is_dir():
         raise ValueError(f"--trace={cfg.trace}: its folder does not exist; make it first")
+    if cfg.profile and not re.fullmatch(r"\d+:[1-9]\d*", cfg.profile):
+        raise ValueError(f"--profile={cfg.profile} must be START:STEPS, as 100:3")
     check_words(ltd_redraw=(cfg.ltd_redraw, ("layer", "once")), ltd_choice=(cfg.ltd_choice, ("random", "importance")))
-    check_words(parallel=(cfg.parallel, ENGINES), offload=(cfg.offload, ("", "cpu")))
-    if cfg.parallel != "ddp" and (world == 1 or cfg.global_batch % world or cfg.batch_ramp or cfg.compile):
-        raise ValueError(f"--parallel={cfg.parallel} needs several ranks (torchrun --nproc_per_node=N), as many "
-                         "samples on each (--global_batch a multiple of N, no --batch_ramp), and no --compile")
-    for idle, flags, why in ((cfg.parallel == "ddp", ("offload",), "--parallel=ddp"),
+    check_layout(cfg, given, world)
+    for idle, flags, why in ((cfg.pp == 1, ("pp_schedule",), "--pp=1"),
+                             (cfg.dtype in ("float32", "bfloat16"), ("loss_scale",), f"--dtype={cfg.dtype}"),
                              (cfg.ltd == "off", [f for f in given if f.startswith("ltd_")], "--ltd=off"),
                              (cfg.ltd_choice == "importance", ("ltd_redraw",), "--ltd_choice=importance"),
                              (cfg.batch_ramp, ("ltd_redraw", "ltd_choice", "ltd_kernel"), "--batch_ramp"),
@@ -169,6 +177,56 @@ def check(cfg, given, world):
         for flag in set(flags) & given:
             if idle:
                 raise ValueError(f"--{flag} has no effect with {why}; leave one of the two out")
+
+
+def check_layout(cfg, given, world):
+    """Refuse, by name, what a layout of ranks cannot do (parallel.py)."""
+    check_words(parallel=(cfg.parallel, ENGINES), pp_schedule=(cfg.pp_schedule, SCHEDULES),
+                recompute=(cfg.recompute, tuple(RECOMPUTE)))
+    dp, sharded = world // (cfg.tp * cfg.pp), cfg.parallel != "ddp" or cfg.tp * cfg.pp > 1
+    stages = cfg.pp * (STAGES if cfg.pp_schedule == "interleaved" else 1)
+    micro = cfg.global_batch // max(dp, 1) / cfg.batch_size         # batches a rank takes a step in
+    what = " ".join(f"--{flag}={getattr(cfg, flag)}" for flag in ("parallel", "tp", "pp")
+                    if getattr(cfg, flag) != getattr(Config, flag))
+    for bad, why in (
+            (sharded and "RANK" not in os.environ,
+             f"needs torchrun: torchrun --nproc_per_node={max(2, cfg.tp * cfg.pp)} train.py ..."),
+            (dp < 1 or world % (cfg.tp * cfg.pp), f"needs a multiple of {cfg.tp * cfg.pp} ranks, not {world}: "
+                                                  f"torchrun --nproc_per_node={cfg.tp * cfg.pp}"),
+            (cfg.tp > 1 and cfg.n_head % cfg.tp, f"needs --n_head ({cfg.n_head}) to be a multiple of --tp"),
+            (cfg.tp * cfg.pp > 1 and cfg.dropout, "needs --dropout=0: the masks would depend on the layout"),
+            (sharded and cfg.batch_ramp, "does not go with --batch_ramp: every rank needs as many samples"),
+            (sharded and cfg.global_batch % dp, f"needs as many samples on each rank: --global_batch "
+                                                f"({cfg.global_batch}) a multiple of {dp}"),
+            (cfg.pp > 1 and cfg.ltd_choice == "importance", "does not go with --ltd_choice=importance: only the last "
+                                                            "stage knows the losses"),
+            (cfg.pp > 1 and stages > cfg.n_layer, f"needs a layer for each of its {stages} stages, not --n_layer="
+                                                  f"{cfg.n_layer}"),
+            (cfg.pp > 1 and (micro % 1 or micro < cfg.pp or cfg.pp_schedule == "interleaved" and micro % cfg.pp),
+             f"takes a step in equal micro-batches, at least {cfg.pp} of them (interleaved: a multiple): take another "
+             f"--batch_size than {cfg.batch_size} for the {cfg.global_batch // max(dp, 1)} samples of a rank"),
+            (cfg.pp > 1 and cfg.samples == "document" and cfg.compile, "does not go with --compile over documents")):
+        if bad:
+            raise ValueError(f"{what} {why}")
+    if cfg.global_batch < dp:
+        raise ValueError(f"--global_batch={cfg.global_batch} leaves some of the {dp} ranks without a sample; "
+                         f"take {dp} or more")
+    if cfg.offload and cfg.offload != "cpu" and not cfg.offload.startswith("disk:"):
+        raise ValueError(f"--offload={cfg.offload} is unknown; it takes cpu or disk:FOLDER")
+    on_host = cfg.device == "cpu" or not torch.cuda.is_available()
+    if cfg.offload and cfg.parallel == "ddp" and not (on_host and cfg.offload != "cpu"):
+        raise ValueError(f"--offload={cfg.offload} needs --parallel=zero1, zero2 or zero3"
+                         + " (on a CPU, disk:FOLDER goes with ddp, too)")
+    loss_scale(cfg)
+
+
+def loss_scale(cfg):
+    """--loss_scale=START:GROW as (first scale, steps until it doubles)."""
+    start, _, grow = cfg.loss_scale.partition(":")
+    if not (re.fullmatch(r"\d+(\.\d+)?", start) and float(start) >= 1 and re.fullmatch(r"\d+", grow)):
+        raise ValueError(f"--loss_scale={cfg.loss_scale} must be START:GROW with START at least 1, as 65536:2000, or "
+                         "1024:0 for a fixed scale")
+    return float(start), int(grow)
 
 
 def settle(cfg, given, device):
@@ -198,6 +256,8 @@ def resumed(cfg, given, path, saved):
         if getattr(cfg, name) != getattr(saved, name):
             raise ValueError(f"--{name}={getattr(cfg, name)} differs from {getattr(saved, name)} in {path}; a resumed "
                              "run keeps its settings: leave the flag out, or start another run with another --out")
+    if cfg.sample or cfg.export:        # one process reads what many wrote
+        given, cfg = given | LAYOUT, dataclasses.replace(cfg, **{name: getattr(Config, name) for name in LAYOUT})
     return dataclasses.replace(saved, **{name: getattr(cfg, name) for name in given & free | CALL})
 
 

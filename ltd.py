@@ -207,7 +207,8 @@ def drop(block, x, keep, *per_token, inplace=False):
         # without our kernel let inductor fuse the plain pair with what stands around it
         wide = where[..., None].expand(-1, -1, C)                              # (B, K) -> (B, K, C), a view
         return x.scatter(1, wide, block(x.gather(1, wide), *extra).to(x.dtype))
-    if not inplace or not x.is_contiguous() or (x.is_leaf and x.requires_grad):
+    # not ours to write into: a leaf, or a view, as the first layer of a pipeline's stage gets it
+    if not inplace or not x.is_contiguous() or x._is_view() or (x.is_leaf and x.requires_grad):
         x = x.clone(memory_format=torch.contiguous_format)
     x, taken = _Take.apply(x, keep)
     return _Put.apply(x, block(taken, *extra).to(x.dtype), keep)

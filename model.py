@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ltd
 
@@ -41,6 +41,18 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x):
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype),
                             None if self.bias is None else self.bias.to(x.dtype), self.eps)
+
+
+def keep_products(ctx, op, *args, **kwargs):
+    """What --recompute=selective keeps: matrix products, attention, and what came from other ranks. The cheap rest,
+    norms, GELU, casts and sums, is computed again: most of the memory for little of the time (arXiv 2205.05198)."""
+    name = str(op).split(".")[1]
+    kept = name in ("mm", "addmm", "all_reduce", "wait_tensor") or name.startswith("_scaled_dot_product")
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+RECOMPUTE = {"none": None, "block": {}, "selective": {
+    "context_fn": partial(create_selective_checkpoint_contexts, keep_products)}}
 
 
 def rotary_table(T, D, base=10000.0):
@@ -73,14 +85,14 @@ class Block(nn.Module):
         B, t, C = x.shape                                                        # t is T, or K in a dropped layer
         p = self.dropout if self.training else 0.0
         h = self.c_attn(self.ln_1(x).view(B * t, C))                             # (B*t, C) -> (B*t, 3C)
-        # head by head, so that a slice of the weight's rows is whole heads: tensor parallelism can cut it
-        q, k, v = h.view(B, t, self.n_head, 3, C // self.n_head).unbind(3)       # (B, t, H, D) three times
+        # head by head, so that a slice of the weight's rows is whole heads: tensor parallelism cuts it, H is the rank's
+        q, k, v = h.view(B, t, -1, 3, C // self.n_head).unbind(3)                # (B, t, H, D) three times
         if cos is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)        # (B, H, t, D)
         # causal also on kept tokens: they are in order, so "the keys before me" are the kept ones before me
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
-        y = self.attn_proj(y.transpose(1, 2).reshape(B * t, C)).view(B, t, C)    # (B, H, t, D) -> (B, t, C)
+        y = self.attn_proj(y.transpose(1, 2).reshape(B * t, -1)).view(B, t, C)   # (B, H, t, D) -> (B, t, C)
         x = x + (F.dropout(y, p) if p else y)
         h = F.gelu(self.c_fc(self.ln_2(x).view(B * t, C)))                       # (B*t, C) -> (B*t, 4C)
         y = self.mlp_proj(h).view(B, t, C)                                       # (B*t, 4C) -> (B, t, C)
@@ -92,14 +104,14 @@ class GPT(nn.Module):
     token dropping applies to; all but the first and the last where nothing is said (2211.11586 section 3)."""
 
     def __init__(self, vocab_size, block_size, n_layer, n_head, n_embd, dropout=0.0, bias=False, pos="learned",
-                 init_std=0.02, recompute=False, dtype=torch.float32, ltd_layers=None):
+                 init_std=0.02, recompute="none", dtype=torch.float32, ltd_layers=None):
         super().__init__()
         if n_embd % n_head or (pos == "rotary" and n_embd // n_head % 2):
             raise ValueError(f"--n_embd={n_embd} must be a multiple of --n_head={n_head}, "
                              "with an even head size for --pos=rotary")
         if pos not in ("learned", "rotary"):
             raise ValueError(f"--pos={pos} is unknown; it takes learned or rotary")
-        self.block_size, self.dropout, self.recompute, self.dtype = block_size, dropout, recompute, dtype
+        self.block_size, self.dropout, self.recompute, self.dtype = block_size, dropout, RECOMPUTE[recompute], dtype
         self.ltd_layers = ltd_layers or range(1, n_layer - 1)
         self.wte = nn.Embedding(vocab_size, n_embd)
         self.wpe = nn.Embedding(block_size, n_embd) if pos == "learned" else None
@@ -107,7 +119,8 @@ class GPT(nn.Module):
         self.ln_f = LayerNorm(n_embd, bias=bias)
         self.head = Linear(n_embd, vocab_size, bias=False)
         self.head.weight = self.wte.weight                                       # tied
-        if pos == "rotary":
+        self.rotary = pos == "rotary"
+        if self.rotary:
             for name, table in zip(("cos", "sin"), rotary_table(block_size, n_embd // n_head)):
                 self.register_buffer(name, table, persistent=False)
         for name, p in self.named_parameters():
@@ -117,30 +130,35 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
 
     def forward(self, tokens, targets=None, keep=None, reduction="sum"):
-        """tokens: (B, T) int. targets: (B, T) int64, -1 = no loss there. keep: (B, n, K) int from ltd.draw, or None.
+        """tokens: (B, T) int; for a pipeline's later stages what the one before made, (B, T, C). targets: (B, T) int64,
+        -1 = no loss there. keep: (B, n, K) int from ltd.draw, or None.
 
         With targets: the *sum* of the losses of all targets (float32 scalar), to be divided by their number in the
         global batch (reduction="none": the losses, (B*T,)). Without: the logits of the last position, (B, V).
         """
-        B, T = tokens.shape
+        B, T = tokens.shape[:2]
         if T > self.block_size:
             raise ValueError(f"rows of {T} tokens do not fit --block_size={self.block_size}")
-        x = self.wte(tokens)                                                     # (B, T) -> (B, T, C)
-        cos = sin = None
+        x = tokens if self.wte is None else self.wte(tokens)                     # (B, T) -> (B, T, C)
         if self.wpe is not None:
             x = x + self.wpe.weight[:T]
-        else:
-            cos, sin = self.cos[:, :T], self.sin[:, :T]                          # (1, T, D/2)
+        cos, sin = (self.cos[:, :T], self.sin[:, :T]) if self.rotary else (None, None)   # (1, T, D/2)
         x = x.to(self.dtype)
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
         for i, block in enumerate(self.blocks):
+            if block is None:                                                    # of another stage of a pipeline
+                continue
             # recompute wraps the block on the kept tokens, inside the drop: it stores (B, K, C), needs no second draw
-            run = partial(checkpoint, block, use_reentrant=False) if self.recompute and self.training else block
+            run = block
+            if self.recompute is not None and self.training:
+                run = partial(checkpoint, block, use_reentrant=False, **self.recompute)
             if keep is None or i not in self.ltd_layers:
                 x = run(x, cos, sin)
             else:
                 x = ltd.drop(run, x, keep[:, i - self.ltd_layers.start], cos, sin, inplace=True)
+        if self.head is None:
+            return x                                                             # to the next stage of a pipeline
         x = self.ln_f(x)
         if targets is None:
             return self.head(x[:, -1])                                           # (B, C) -> (B, V)

@@ -1,25 +1,21 @@
-"""A run's folder: log.jsonl, ckpt_<step>.pt, loss.png, and Weights & Biases beside them for those who want it.
+"""A run's folder: log.jsonl, loss.png, a profile; beside them Weights & Biases or TensorBoard if asked for.
 
 log.jsonl is always written: its first line is the configuration, every other one a step or an evaluation; after a
-resume a step may stand there twice, and the later line holds. A checkpoint appears by rename, so that one which is
-there is whole. It holds tensors and plain types only, opens with torch.load's default and can run no code.
+resume a step may stand there twice, and the later line holds.
 """
 import contextlib
 import json
 import math
 import os
+import resource
 import subprocess
+import time
 from pathlib import Path
 
 import torch
 
+from checkpoint import print0
 from data import write_atomic
-
-
-def print0(*args):
-    """print, on rank 0 alone."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(*args, flush=True)
 
 
 def append_line(fd, record):
@@ -27,61 +23,99 @@ def append_line(fd, record):
     os.write(fd, (json.dumps(record) + "\n").encode())
 
 
-def save_checkpoint(folder, content):
-    """Write ckpt_<step>.pt, whole or not at all."""
-    write_atomic(Path(folder) / f"ckpt_{content['step']:07d}.pt", lambda f: torch.save(content, f))
+def start_wandb(folder, config, group):
+    """A wandb run. The mode is chosen before the start, because wandb cannot fall back once it has begun."""
+    import wandb
+    key = os.environ.get("WANDB_API_KEY") or Path("~/.netrc").expanduser().is_file()
+    mode = os.environ.get("WANDB_MODE") or ("online" if key else "offline")
+    run = wandb.init(project="winnow", name=Path(folder).name, group=group or None, dir=folder, config=config,
+                     mode=mode, settings=wandb.Settings(init_timeout=30))
+    run.define_metric("*", step_metric="step")      # the step is data, not wandb's count: a resume repeats some
+    print0(f"wandb: {mode}")
+    return run
 
 
-def prune_checkpoints(folder, keep, sound=math.inf):
-    """Delete all but the newest `keep` checkpoints, and those of steps after `sound`, whose weights went bad. Returns
-    what is left. Called once the newest one has given a finite gradient: a ruined one never pushes a good one out."""
-    paths = sorted(Path(folder).glob("ckpt_*.pt"))
-    good = [p for p in paths if int(p.stem[5:]) <= sound]
-    for path in set(paths) - set(good[-keep:]):
-        path.unlink()
-    return good[-keep:]
+class TensorBoard:
+    def __init__(self, folder):
+        from torch.utils.tensorboard import SummaryWriter
+        self.writer = SummaryWriter(folder)
+        print0(f"tensorboard: --logdir {folder}")
+
+    def log(self, record):
+        for name, value in record.items():
+            if isinstance(value, (int, float)) and name != "step":
+                self.writer.add_scalar(name, value, record["step"])
+
+    def finish(self):
+        self.writer.close()
 
 
-def newest_checkpoint(folder):
-    """The newest checkpoint that opens, as (path, content), or None. One that does not open (a damaged disk) is named,
-    set aside and passed over."""
-    for path in sorted(Path(folder).glob("ckpt_*.pt"), reverse=True):
+class Trackers:
+    """Who else gets every record: Weights & Biases, TensorBoard. What goes wrong with one costs a line and that
+    tracker, never the training."""
+
+    def __init__(self, **starts):
+        self.running = {}
+        for name, start in starts.items():
+            if start:
+                self._try(name, lambda start=start, name=name: self.running.update({name: start()}))
+
+    def _try(self, name, call):
         try:
-            return path, torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as e:      # torch.load raises whatever the damage makes of it
-            print0(f"{path} does not open ({type(e).__name__}: {str(e)[:80]}): set aside as .damaged, "
-                   "trying the one before it")
-            if int(os.environ.get("RANK", 0)) == 0:
-                path.rename(path.with_suffix(".damaged"))
-    return None
+            call()
+        except Exception as e:
+            print0(f"{name}: off ({type(e).__name__}: {str(e)[:100]}); log.jsonl has everything")
+            self.running.pop(name, None)
+
+    def log(self, record):
+        for name, tracker in list(self.running.items()):
+            self._try(name, lambda tracker=tracker: tracker.log(record))
+
+    def finish(self):
+        for name, tracker in list(self.running.items()):
+            self._try(name, tracker.finish)
 
 
-def start_wandb(folder, config, group=""):
-    """A wandb run, or None: whatever goes wrong costs one line, never the training. The mode is chosen before the
-    start, because wandb cannot fall back once it has begun."""
-    try:
-        import wandb
-        key = os.environ.get("WANDB_API_KEY") or Path("~/.netrc").expanduser().is_file()
-        mode = os.environ.get("WANDB_MODE") or ("online" if key else "offline")
-        run = wandb.init(project="winnow", name=Path(folder).name, group=group or None, dir=folder, config=config,
-                         mode=mode, settings=wandb.Settings(init_timeout=30))
-        run.define_metric("*", step_metric="step")      # the step is data, not wandb's count: a resume repeats some
-        print0(f"wandb: {mode}")
-        return run
-    except Exception as e:
-        print0(f"wandb: off ({type(e).__name__}: {str(e)[:100]}); log.jsonl has everything")
-        return None
+class Profile:
+    """--profile=START:STEPS: torch.profiler over these steps of rank 0. Leaves trace.json, for Perfetto or Chrome's
+    tracing page, and prints the ten dearest operations and the share of the time in which messages to other ranks were
+    under way. Costs a few steps' time and much memory: two or three steps are plenty."""
+
+    def __init__(self, text, folder, device):
+        self.first, steps = map(int, text.split(":"))
+        self.end, self.folder, self.device, self.profiler = self.first + steps, folder, device, None
+
+    def at(self, step):
+        """Called before every step, and once behind the last."""
+        from torch import profiler
+        if step == self.first:
+            kinds = [profiler.ProfilerActivity.CPU] + [profiler.ProfilerActivity.CUDA] * (self.device != "cpu")
+            self.profiler, self.start = profiler.profile(activities=kinds), time.perf_counter()
+            self.profiler.start()
+        if self.profiler is not None and step >= self.end:
+            self.finish()
+
+    def finish(self):
+        if self.profiler is None:
+            return
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        seconds, p, self.profiler = time.perf_counter() - self.start, self.profiler, None
+        p.stop()
+        p.export_chrome_trace(str(self.folder / "trace.json"))
+        events, own = p.key_averages(), "self_cpu_time_total" if self.device == "cpu" else "self_device_time_total"
+        sent = [e for e in events if e.key.startswith(("gloo:", "nccl:"))]
+        busy = sum(max(e.cpu_time_total, e.device_time_total) for e in sent) / 1e6
+        print0(f"profile: {events.table(sort_by=own, row_limit=10, max_name_column_width=40)}\n"
+               f"profile: messages under way {busy / seconds:.0%} of {seconds:.2f} s (what overlaps counts, too) | "
+               f"{self.folder}/trace.json")
 
 
-def wandb_log(run, record):
-    """Log a record, or finish with record=None; an error of wandb's costs one line and ends its part."""
-    if run is None or getattr(run, "winnow_off", False):
-        return
-    try:
-        run.finish() if record is None else run.log(record)
-    except Exception as e:
-        run.winnow_off = True
-        print0(f"wandb: off ({type(e).__name__}: {str(e)[:100]}); log.jsonl has everything")
+def peak_memory(device):
+    """Bytes at the peak so far: of the device's memory that torch had in use, or of a CPU process as a whole."""
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.cuda.max_memory_allocated(device)
 
 
 def git_hash():

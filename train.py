@@ -14,29 +14,31 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
 import zlib
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+import checkpoint
 import curriculum
 import data
 import ds_config
 import ltd
-import parallel
 import probe
-from config import (CALL, EMBEDDED, Config, check, ensure_embedded, pick_device, plan_of, resumed, settle,
-                    store_for_plan)
+from checkpoint import print0
+from config import (CALL, EMBEDDED, Config, check, ensure_embedded, loss_scale, pick_device, plan_of,
+                    resumed, settle, store_for_plan)
 from flags import flag_words, parse_flags, run_command
 from model import GPT, forward_flops
-from output import (append_line, device_name, git_hash, newest_checkpoint, peak_flops, plot_loss, print0,
-                    prune_checkpoints, read_log, save_checkpoint, start_wandb, wandb_log)
+from output import (Profile, TensorBoard, Trackers, append_line, device_name, git_hash, peak_flops, peak_memory,
+                    plot_loss, read_log, start_wandb)
+from parallel import Engine
 from plan import print_plan
 from tokenizer import load_tokenizer
 
@@ -46,19 +48,20 @@ def main():
     if cfg.ds_config:
         cfg, given = parse_flags(Config, ds_config.command_line(cfg, given), "")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if cfg.sample and not cfg.resume:
-        raise ValueError("--sample prints text from a checkpoint: give --resume and the run's --out=FOLDER")
-    found = newest_checkpoint(cfg.out) if cfg.resume else None
+    reads = "sample" if cfg.sample else "export" if cfg.export else ""      # what only reads a checkpoint
+    if reads and not cfg.resume:
+        raise ValueError(f"--{reads} works on a checkpoint: give --resume and the run's --out=FOLDER")
+    found = checkpoint.newest(cfg.out) if cfg.resume else None
     if cfg.resume and not found and given <= CALL:
         raise ValueError(f"--out={cfg.out} holds no checkpoint to resume from; to start a run that a later call may "
                          "resume, give its settings with --resume")
     if found:
-        path, checkpoint = found
-        cfg = resumed(cfg, given, path, checkpoint["config"])
+        path, content = found
+        cfg = resumed(cfg, given, path, content["config"])
         device, _ = pick_device(cfg)
-    elif cfg.sample:
-        raise ValueError(f"--out={cfg.out} holds no checkpoint to sample from; "
-                         f"train first: python train.py --out={cfg.out}")
+    elif reads:
+        raise ValueError(f"--out={cfg.out} holds no checkpoint to {reads}; train first: "
+                         f"python train.py --out={cfg.out}")
     else:
         device, dtype = pick_device(cfg)
         settle(cfg, given, device)
@@ -78,20 +81,22 @@ def main():
         ensure_embedded(cfg)
     store = data.Store(cfg.data, "train", cfg.block_size, cfg.samples)
     fingerprint = store.meta["fingerprint"]
-    if found and checkpoint["fingerprint"] != fingerprint:
-        raise ValueError(f"{path} was trained on other data ({checkpoint['fingerprint']}) than {cfg.data} "
+    if found and content["fingerprint"] != fingerprint:
+        raise ValueError(f"{path} was trained on other data ({content['fingerprint']}) than {cfg.data} "
                          f"({fingerprint}); give its --data=FOLDER")
     plan = plan_of(cfg, store)
     order = zlib.crc32(plan.sampler.order)
-    if found and checkpoint.get("order", order) != order:
+    if found and content["order"] != order:
         raise ValueError(f"{path} was trained on other difficulties than the columns in {store.columns} hold now; "
                          "put those back, or start another run with another --out")
-    if plan.batch.min() < world:
-        raise ValueError(f"step {plan.batch.argmin()} has {plan.batch.min()} samples for {world} ranks; "
+    engine = Engine(device, cfg.parallel, cfg.tp, cfg.pp, cfg.pp_schedule, cfg.offload, rank, world)
+    dp, dp_rank = engine.dp, engine.dp_rank             # the ranks that share a batch
+    if plan.batch.min() < dp:
+        raise ValueError(f"step {plan.batch.argmin()} has {plan.batch.min()} samples for {dp} ranks; "
                          "take fewer ranks, or a larger --global_batch")
     tokenizer = load_tokenizer(cfg.data)
     out = Path(cfg.out)
-    if ((out / "log.jsonl").exists() or list(out.glob("ckpt_*.pt"))) and not cfg.resume and not cfg.overwrite:
+    if ((out / "log.jsonl").exists() or checkpoint.checkpoints(out)) and not cfg.resume and not cfg.overwrite:
         raise ValueError(f"--out={out} holds a run already: --resume continues it, --overwrite deletes it, "
                          "another --out keeps it")
 
@@ -105,9 +110,7 @@ def main():
     kernel = "off" if cfg.ltd == "off" else ltd.load_kernel(cfg.ltd_kernel, device)
     shape = (store.meta["vocab_size"], cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.dropout, cfg.bias,
              cfg.pos, cfg.init_std, cfg.recompute, getattr(torch, cfg.dtype), plan.ltd_layers)
-    model = GPT(*shape).to(device)
-    if found:
-        model.load_state_dict(checkpoint["model"])
+    model = GPT(*shape)
 
     def sample(model):
         """Text after the prompt; the same for the same seed."""
@@ -116,18 +119,21 @@ def main():
         g = torch.Generator(device).manual_seed(cfg.seed)
         ids = model.generate(start, cfg.max_new_tokens, cfg.temperature, cfg.top_k, g)[0, 1:].tolist()
         return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
-    if cfg.sample:
-        return print(sample(model))
-    if found and checkpoint["step"] == plan.steps and plan.steps in read_log(out)[2]:
+    if reads:
+        checkpoint.load(path, content, {"model": dict(model.named_parameters())})
+        if cfg.export:
+            return checkpoint.export(path, content, {"model": model.state_dict()}, cfg.export)
+        return print(sample(model.to(device)))
+    if found and content["step"] == plan.steps and plan.steps in read_log(out)[2]:
         return print0(f"{path} is the end of its run: nothing is left to do")
     val = data.Store(cfg.data, "val", cfg.block_size)
     n_eval = min(cfg.eval_samples or val.n_samples, val.n_samples)
     windows = np.arange(n_eval) * val.n_samples // n_eval
 
     # the other ranks, and the folder
-    start = checkpoint["step"] if found else 0
+    start = content["step"] if found else 0
+    engine.connect(cfg.dist_timeout)
     if world > 1:
-        dist.init_process_group("nccl" if device != "cpu" else "gloo", timeout=timedelta(seconds=cfg.dist_timeout))
         all_views, mine = [None] * world, (start, fingerprint, order, plan.steps, n_eval)
         dist.all_gather_object(all_views, mine)
         if any(view != all_views[0] for view in all_views):
@@ -138,9 +144,9 @@ def main():
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        old = [] if found else [*out.glob("ckpt_*.pt"), out / "log.jsonl", out / "loss.png"]
-        for stale in [*out.glob("*.tmp"), *old]:
-            stale.unlink(missing_ok=True)               # what a killed process was writing, an overwritten run left
+        old = [] if found else [*checkpoint.checkpoints(out), out / "log.jsonl", out / "loss.png"]
+        for stale in [*out.glob("*.tmp"), *old]:        # what a killed process was writing, an overwritten run left
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink(missing_ok=True)
         if cfg.trace and not found:
             Path(cfg.trace).unlink(missing_ok=True)
         settings = json.dumps(dataclasses.asdict(cfg), indent=1).encode()
@@ -148,51 +154,53 @@ def main():
         log = os.open(out / "log.jsonl", flags)
     if world > 1:
         dist.barrier()                                  # the trace is opened behind its removal
-    if cfg.trace:
+    if cfg.trace and engine.speaks:
         trace = os.open(cfg.trace, flags)
 
     # the optimizer, and what a resumed run brings along
-    if cfg.compile:
-        model.compile()                                 # in place: the keys of a checkpoint stay clean
-    net = parallel.wrap(model, cfg.parallel, device, cfg.offload)
-    params = sorted(model.parameters(), key=lambda p: p.dim() <= 1)                             # matrices first
-    n_matrices = sum(p.dim() > 1 for p in params)
-    groups = [dict(params=params[:n_matrices], weight_decay=cfg.weight_decay),
-              dict(params=params[n_matrices:], weight_decay=0.0)]
+    n_params = model.n_params()
+    engine.wrap(model, cfg.compile)
+    groups = [dict(params=[p for p in engine.params if (p.dim() > 1) == matrix], weight_decay=decay)
+              for matrix, decay in ((True, cfg.weight_decay), (False, 0.0))]
     optimizer = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
-    seconds, skipped, scale, good = 0.0, 0, 2.0**16 if cfg.dtype == "float16" else 1.0, 0  # scale: of a float16 loss
+    first_scale, grow = loss_scale(cfg) if cfg.dtype == "float16" else (1.0, 0)
+    seconds, skipped, scale, good = 0.0, 0, first_scale, 0
     score = by_id = None                                # TokenBypass: the running loss of every token id
     if cfg.ltd_choice == "importance":
         score, by_id = (torch.zeros(*shape, store.meta["vocab_size"], dtype=torch.float64, device=device)
                         for shape in ((), (2,)))
+    engine.add_moments(optimizer)
+    state = engine.state(optimizer) | ({} if score is None else {"score": {"score": score}})
+    saver = checkpoint.Saver(out, rank, engine.sharded or cfg.ckpt_async, not cfg.ckpt_async)
     if found:
-        seconds, skipped, scale, good = (checkpoint[k] for k in ("seconds", "skipped", "scale", "good"))
-        parallel.load_optimizer(optimizer, checkpoint["optimizer"])
-        if score is not None:
-            score.copy_(checkpoint["score"])
-        del checkpoint, found
+        seconds, skipped, scale, good = (content[k] for k in ("seconds", "skipped", "scale", "good"))
+        checkpoint.load(path, content, state)
+        del content, found
         print0(f"resumed from {path} at step {start}")
     elif cfg.resume:
         print0(f"{out} holds no checkpoint: starting from step 0")
 
     about = dict(git=git_hash(), torch=torch.__version__, python=sys.version.split()[0], device=device_name(device),
-                 world=world, params=model.n_params(), fingerprint=fingerprint, steps=plan.steps)
+                 world=world, params=n_params, fingerprint=fingerprint, steps=plan.steps)
     print0(f"{about['params']:,} parameters | {about['device']} x {world}, {cfg.dtype} | "
            f"data {cfg.data} ({fingerprint}), {store.n_samples:,} samples of {cfg.block_size} | "
            f"{plan.steps} steps (plain: {plan.plain_steps})\n"
            f"pool {' '.join(cfg.pool)} | seqlen {cfg.seqlen} | ltd {cfg.ltd}\nltd: {kernel}")
-    run = start_wandb(out, dataclasses.asdict(cfg) | about, cfg.wandb_group) if cfg.wandb and rank == 0 else None
+    trackers = Trackers(
+        wandb=cfg.wandb and rank == 0 and (lambda: start_wandb(out, dataclasses.asdict(cfg) | about, cfg.wandb_group)),
+        tensorboard=cfg.tensorboard and rank == 0 and (lambda: TensorBoard(out)))
+    profile = Profile(cfg.profile, out, device) if cfg.profile and rank == 0 else None
     if rank == 0:
         append_line(log, {"config": dataclasses.asdict(cfg), **about, "start": start})
 
     def record_line(record):
         if rank == 0:
             append_line(log, record)
-            wandb_log(run, record)
+            trackers.log(record)
 
     # the data: every rank draws the global batch and takes its share, so that ranks agree without talking
     def make_batch(step):
-        first, last = (int(plan.batch[step]) * r // world for r in (rank, rank + 1))
+        first, last = (int(plan.batch[step]) * r // dp for r in (dp_rank, dp_rank + 1))
         ids = plan.sampler.ids(step)[first:last]
         cut = curriculum.reshape if plan.mode == "reshape" else curriculum.truncate
         x, y = cut(store.rows(ids), int(plan.length[step]))                         # (b, T+1) -> (b*pieces, L) twice
@@ -204,17 +212,15 @@ def main():
     @torch.no_grad()
     def evaluate():
         """Mean loss over the same n_eval validation windows: full length, all tokens, each rank a share."""
-        model.eval()
-        total, begin, stop = 0.0, n_eval * rank // world, n_eval * (rank + 1) // world
+        engine.train(False)
+        total, begin, stop = 0.0, n_eval * dp_rank // dp, n_eval * (dp_rank + 1) // dp
         # as many turns on every rank, because a sharded model's ranks work together: an idle one repeats a window
-        for i in range(begin, begin - (-n_eval // world), cfg.batch_size):
+        for i in range(begin, begin - (-n_eval // dp), cfg.batch_size):
             rows = torch.from_numpy(val.rows(windows[i:min(i + cfg.batch_size, stop)] if i < stop else windows[:1]))
-            loss = model(*(t.to(device) for t in (rows[:, :-1], rows[:, 1:])))
+            loss = engine.loss(*(t.to(device) for t in (rows[:, :-1], rows[:, 1:])))
             total += loss.double() if i < stop else 0.0
-        model.train()
-        total = torch.as_tensor(total, dtype=torch.float64, device=device)
-        if world > 1:
-            dist.all_reduce(total)
+        engine.train()
+        total = engine.total(torch.as_tensor(total, dtype=torch.float64, device=device))
         return total.item() / (n_eval * cfg.block_size)
 
     told = []                                           # SIGTERM: save and end after the step under way
@@ -229,18 +235,14 @@ def main():
     peak = peak_flops(device) * world
     batches = data.prefetch(make_batch, start, plan.steps)
     bad, recent, val_loss, saved, sound, stop = 0, [], math.nan, start, start, False
-    model.train()
+    engine.train()
     for step in range(start, plan.steps + 1):
         spent = {name: int(sums[step]) for name, sums in plan.spent.items()}
         end = step == plan.steps or stop or 0 < cfg.stop_step <= step
         # weights that gave no finite gradient are not worth keeping; with float16 a scale too high is the usual reason
         if step > saved and (end or step % cfg.save_interval == 0) and (not bad or scale > 1):
-            weights, state = parallel.gather(model, optimizer, rank == 0)
-            if rank == 0:
-                save_checkpoint(out, {"step": step, "seconds": seconds, "skipped": skipped, "scale": scale,
-                                      "good": good, "fingerprint": fingerprint, "order": order,
-                                      "config": dataclasses.asdict(cfg), "model": weights, "optimizer": state,
-                                      **({} if score is None else {"score": score})})
+            saver.save(step, dict(step=step, seconds=seconds, skipped=skipped, scale=scale, good=good, order=order,
+                                  fingerprint=fingerprint, config=dataclasses.asdict(cfg)), state)
             saved = step
         if (end or step % cfg.eval_interval == 0) and not stop:
             val_loss = evaluate()
@@ -250,11 +252,14 @@ def main():
             break
 
         # forward and backward, micro-batch by micro-batch
+        if profile:
+            profile.at(step)
         t0 = time.perf_counter()
         ids, pieces, first, tensors = next(batches)
+        waited = time.perf_counter() - t0               # for the data: prefetched, so next to nothing
         x, y, place = (t.to(device, non_blocking=True) for t in tensors)
         T, K, n, lr = int(plan.length[step]), int(plan.keep[step]), int(plan.tokens[step]), float(plan.lr[step])
-        micro, total, hashes = cfg.batch_size * pieces, torch.zeros((), device=device), []
+        micro, total, hashes = engine.micro(cfg.batch_size * pieces, len(x)), torch.zeros((), device=device), []
         for i in range(0, len(x), micro):
             part = slice(i, i + micro)
             keep = None
@@ -265,20 +270,20 @@ def main():
             # state, and ranks equal one process wherever their micro-batches begin at the same rows
             if cfg.dropout:
                 torch.manual_seed(np.random.SeedSequence((cfg.seed, step, first * pieces + i)).generate_state(1).item())
-            with parallel.micro_batch(net, cfg.parallel, i + micro >= len(x)):
-                loss = net(x[part], y[part], keep, "sum" if score is None else "none")
-                if score is not None:                   # (b*T,) losses to their target ids
-                    loss, each = loss.sum(), torch.stack((loss.detach().double(), (y[part].reshape(-1) >= 0).double()))
-                    by_id.index_add_(1, y[part].reshape(-1).clamp(min=0), each)
-                (loss * (world * scale / n)).backward()     # sum / targets of the global batch; DDP divides by world
-            total += loss.detach()
+            # sum / targets of the global batch; the engine takes the mean over the dp ranks
+            loss = engine.forward_backward(x[part], y[part], keep, dp * scale / n, i + micro >= len(x),
+                                           "sum" if score is None else "none")
+            if score is not None:                       # (b*T,) losses to their target ids
+                each = torch.stack((loss.double(), (y[part].reshape(-1) >= 0).double()))
+                by_id.index_add_(1, y[part].reshape(-1).clamp(min=0), each)
+            total += loss.sum()
             if trace is not None:
                 hashes += [0] * len(x[part]) if keep is None else [zlib.crc32(k.tobytes()) for k in keep.cpu().numpy()]
         stop = bool(told)
         if world > 1:           # one message: loss and whether any rank was told to stop, so that all stop at one step
-            message = torch.stack((total.double(), torch.tensor(float(stop), dtype=torch.float64, device=device)))
-            dist.all_reduce(message)
-            total, stop = message[0], bool(message[1] > 0)
+            engine.beat(step)
+            total, told_any = engine.total(torch.stack((total.double(), total.new_tensor(stop, dtype=torch.float64))))
+            stop = bool(told_any > 0)
 
         if score is not None:
             if world > 1:
@@ -287,8 +292,8 @@ def main():
             by_id.zero_()
 
         # clip and update, or skip: the norm is the same on all ranks, and so is what follows from it. It costs a sync
-        grads = [p.grad for p in params]
-        norm = parallel.grad_norm(grads) / scale
+        grads = engine.grads()
+        norm = engine.grad_norm(grads) / scale
         if math.isfinite(norm):
             factor = (min(1.0, cfg.grad_clip / (norm + 1e-6)) if cfg.grad_clip else 1.0) / scale
             if factor != 1.0:
@@ -297,15 +302,16 @@ def main():
                 group["lr"] = lr
             optimizer.step()
             bad, good, sound = 0, good + 1, step            # the weights that this step began with are sound
-            if rank == 0 and saved == step:
-                prune_checkpoints(out, cfg.keep_ckpts)
-            if cfg.dtype == "float16" and good % 2000 == 0:
+            if saved == step:
+                saver.prune(cfg.keep_ckpts)
+            if grow and good % grow == 0:
                 scale *= 2
         else:                   # the step is spent, the weights are untouched
             bad, skipped, good = bad + 1, skipped + 1, 0
-            scale = max(1.0, scale / 2) if cfg.dtype == "float16" else scale
+            scale = max(1.0, scale / 2) if grow else scale
             if bad == 10:
-                kept = prune_checkpoints(out, cfg.keep_ckpts, sound) if rank == 0 else []
+                saver.finish()
+                kept = saver.prune(cfg.keep_ckpts, sound)
                 newest = kept[-1] if kept else "(none was saved)"
                 sys.exit(f"error: 10 steps in a row gave no finite gradient, the last at step {step}; the last good "
                          f"checkpoint is {newest}: lower --learning_rate (now {lr:.2g}) and start again")
@@ -316,45 +322,48 @@ def main():
         # tell
         spent = {name: int(sums[step + 1]) for name, sums in plan.spent.items()}
         if step > start + 2:                            # the first steps warm caches up
-            recent = (recent + [(dt, n, flops[step])])[-20:]
+            recent = (recent + [(dt, n, flops[step], waited)])[-20:]
         if trace is not None:
-            append_line(trace, dict(step=step, rank=rank, sample_ids=ids.tolist(), ltd_keep=K, ltd_hash=hashes, lr=lr,
-                                    difficulty={k: float(v[step]) for k, v in plan.limits.items()},
+            append_line(trace, dict(step=step, rank=dp_rank, sample_ids=ids.tolist(), ltd_keep=K, ltd_hash=hashes,
+                                    lr=lr, difficulty={k: float(v[step]) for k, v in plan.limits.items()},
                                     tokens_seen=spent["tokens"], layer_tokens=spent["layer_tokens"], loss=mean))
         if rank == 0 and step % cfg.log_interval == 0:
-            busy, fed, work = map(sum, zip(*(recent or [(dt, n, flops[step])])))
+            busy, fed, work, idle = map(sum, zip(*(recent or [(dt, n, flops[step], waited)])))
             mfu = work / busy / peak
             eta = flops[step + 1:].sum() / (work / busy) / 60
             print(f"step {step:05d}/{plan.steps:05d} | loss {mean:.4f} | lr {lr:.1e} | "
                   f"pool {plan.pool[step] / store.n_samples:.0%} | len {T} | keep {K}/{T} | {dt * 1e3:.0f} ms | "
                   f"{fed / busy / 1e6:.3f}M tok/s | " + (f"mfu {mfu:.1%} | " if peak == peak else "")
-                  + f"eta {eta:.0f}m" + (f" | {skipped} skipped" if skipped else ""), flush=True)
+                  + f"eta {eta:.0f}m" + (f" | waits for data {idle / busy:.0%}" if idle > 0.02 * busy else "")
+                  + (f" | {skipped} skipped" if skipped else ""), flush=True)
             record_line({"step": step, "loss": mean, "lr": lr, "pool": int(plan.pool[step]), "length": T, "keep": K,
                          "norm": norm, "skipped": skipped, "ms": dt * 1e3, "tok_s": fed / busy,
-                         "mfu": mfu if peak == peak else None, "seconds": seconds, **spent})
+                         "mfu": mfu if peak == peak else None, "data_wait": idle / busy,
+                         "memory_mb": peak_memory(device) >> 20, "seconds": seconds, **spent})
 
     # the end
     batches.close()
-    if step == plan.steps and cfg.parallel != "ddp":
-        weights, _ = parallel.gather(model, optimizer, rank == 0)
-        model = GPT(*shape)
+    if profile:
+        profile.finish()
+    saver.finish()
+    memory = peak_memory(device)
+    if world > 1:
+        memory = torch.tensor(memory, device=device)
+        dist.all_reduce(memory, dist.ReduceOp.MAX)
     if rank == 0:
-        prune_checkpoints(out, cfg.keep_ckpts)
+        saver.prune(cfg.keep_ckpts)
         plot_loss(out)
-        if step == plan.steps:
-            if cfg.parallel != "ddp":
-                model.load_state_dict(weights)
-            print(f"\n{sample(model.to(device))}\n")
-        memory = {} if device == "cpu" else {"peak_memory_mb": round(torch.cuda.max_memory_allocated() / 2**20)}
+        if step == plan.steps and not engine.sharded:
+            print(f"\n{sample(model)}\n")
         result = dict(val_loss="not evaluated" if stop else f"{val_loss:.4f}", tokens_sampled=spent["sampled"],
                       tokens_with_loss=spent["tokens"], tokens_cut_off=spent["sampled"] - spent["tokens"],
                       layer_tokens=spent["layer_tokens"], seconds=f"{seconds:.1f}", steps=f"{step} of {plan.steps}",
-                      skipped=skipped, **memory, corpus=fingerprint, out=out)
+                      skipped=skipped, peak_memory_mb=round(int(memory) / 2**20), corpus=fingerprint, out=out)
         print("---\n" + "\n".join(f"{key}: {value}" for key, value in result.items()), flush=True)
-    if world > 1:
+    if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    wandb_log(run, None)
+    trackers.finish()
 
 
 if __name__ == "__main__":
