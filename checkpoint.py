@@ -121,8 +121,9 @@ class Saver:
         path = self.folder / f"ckpt_{step:07d}"
         try:
             if not self.shards:
-                if self.rank == 0:
-                    write_atomic(path.with_suffix(".pt"), lambda f: torch.save(plain | state, f))
+                if self.rank == 0:      # the tied head under its other name, too: load_state_dict() asks for both
+                    model = state["model"] | {"head.weight": state["model"]["wte.weight"]}
+                    write_atomic(path.with_suffix(".pt"), lambda f: torch.save(plain | state | {"model": model}, f))
                 return True
             temporary = path.with_suffix(".tmp")
             if self.rank == 0:

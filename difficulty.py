@@ -104,21 +104,22 @@ def reference_loss(store, checkpoint):
     forward pass over the corpus, on a GPU if there is one."""
     import torch
 
+    from checkpoint import load, read
     from model import GPT
     try:
-        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        c = saved["config"]
+        saved = read(checkpoint)
+        c, vocab_size = saved["config"], saved["vocab_size"]
     except Exception as e:      # torch.load raises whatever the damage makes of it
         raise ValueError(f"--checkpoint={checkpoint} is no checkpoint of train.py ({type(e).__name__})") from None
     if store.block_size > c["block_size"]:
         raise ValueError(f"--block_size={store.block_size} is longer than the checkpoint's {c['block_size']}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = {name: c[name] for name in ("block_size", "n_layer", "n_head", "n_embd", "bias", "pos")}
-    model = GPT(len(saved["model"]["wte.weight"]), **shape)
-    if len(model.wte.weight) != store.meta["vocab_size"]:
-        raise ValueError(f"--checkpoint={checkpoint} has a vocabulary of {len(model.wte.weight)}, "
+    if vocab_size != store.meta["vocab_size"]:
+        raise ValueError(f"--checkpoint={checkpoint} has a vocabulary of {vocab_size}, "
                          f"{store.folder} one of {store.meta['vocab_size']}; both must be of one tokenizer")
-    model.load_state_dict(saved["model"])
+    model = GPT(vocab_size, **shape)
+    load(checkpoint, saved, {"model": dict(model.named_parameters())})
     model.to(device).eval()
     per = max(1, 8192 // store.block_size)
 

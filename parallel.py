@@ -148,6 +148,7 @@ class Engine:
             if self.last:
                 self.named["wte.weight"] = self.named.pop("head.weight")
             self.twin = self.named["wte.weight"]
+        self.named = dict(sorted(self.named.items(), key=lambda item: item[1].dim() <= 1))      # matrices first
         self.params = list(self.named.values())
         # the share of a tensor's squares that this rank adds to the norm: who holds the same piece adds the same
         self.shares = [0.0 if p is self.twin and self.last else self._pieces(p) * self.pp / self.world

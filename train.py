@@ -242,7 +242,8 @@ def main():
         # weights that gave no finite gradient are not worth keeping; with float16 a scale too high is the usual reason
         if step > saved and (end or step % cfg.save_interval == 0) and (not bad or scale > 1):
             saver.save(step, dict(step=step, seconds=seconds, skipped=skipped, scale=scale, good=good, order=order,
-                                  fingerprint=fingerprint, config=dataclasses.asdict(cfg)), state)
+                                  fingerprint=fingerprint, vocab_size=store.meta["vocab_size"],
+                                  config=dataclasses.asdict(cfg)), state)
             saved = step
         if (end or step % cfg.eval_interval == 0) and not stop:
             val_loss = evaluate()

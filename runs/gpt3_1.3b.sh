@@ -21,4 +21,4 @@ on_cl="--pool=voc:1%..100%:$cl:sqrt --seqlen=truncate:80..2048:$cl" on_ltd="--lt
 usage="runs/gpt3_1.3b.sh both 300"
 . runs/gpt3_arms.sh
 exec $launch train.py --data="${DATA:-data/pile}" --out="out/gpt3_1.3b-$arm-$billions" --model=gpt3-1.3b --global_batch=512 --batch_size="${MICRO:-8}" \
-    --train_tokens="${billions}e9" --learning_rate=$lr --min_lr=1e-6 --warmup_tokens=3e9 --recompute $flags "$@"
+    --train_tokens="${billions}e9" --learning_rate=$lr --min_lr=1e-6 --warmup_tokens=3e9 --recompute=block $flags "$@"

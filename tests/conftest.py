@@ -1,9 +1,13 @@
 """Shared by all tests: a small store of random words, and the commands run as a user runs them."""
+import atexit
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +29,37 @@ ON = ["--pool=voc:30%..100%:40%:sqrt", "--seqlen=truncate:16..64:40%", "--ltd=16
 def command(*args, **kw):
     """Run `python args` in the project; returns the finished process with text output."""
     kw.setdefault("timeout", 240)
+    python = warm() if args[:2] == (ROOT / "bench.py", "table") and "env" not in kw else [sys.executable]
     kw["env"] = {**ENV, **kw.pop("env", {})}
-    return subprocess.run([sys.executable, *map(str, args)], cwd=kw.pop("cwd", ROOT), capture_output=True, text=True, **kw)
+    return subprocess.run([*python, *map(str, args)], cwd=kw.pop("cwd", ROOT), capture_output=True, text=True, **kw)
+
+
+_warm = {}
+
+
+def warm():
+    """["python", "warm.py", SOCKET]: python for train.py and bench.py, started already (tests/warm.py). One a test process."""
+    if not _warm:
+        folder = tempfile.mkdtemp()
+        path = f"{folder}/socket"
+        server = subprocess.Popen([sys.executable, str(ROOT / "tests" / "warm.py"), path], env=ENV, stdin=subprocess.DEVNULL)
+        atexit.register(lambda: (server.kill(), shutil.rmtree(folder)))
+        while not os.path.exists(path):
+            assert server.poll() is None
+            time.sleep(.05)
+        _warm["python"] = [sys.executable, "-S", str(ROOT / "tests" / "warm.py"), path]
+    return _warm["python"]
 
 
 def train(*args, ranks=1, **kw):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    return command(*launcher, ROOT / "train.py", *args, **kw)
+    """train.py with these flags. env: in a python of its own, as a user's command; else by warm()."""
+    if ranks > 1:
+        return command("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", ROOT / "train.py", *args, **kw)
+    if "env" in kw:
+        return command(ROOT / "train.py", *args, **kw)
+    kw.setdefault("timeout", 240)
+    kw.setdefault("cwd", ROOT)
+    return subprocess.run([*warm(), str(ROOT / "train.py"), *map(str, args)], capture_output=True, text=True, env=ENV, **kw)
 
 
 def ok(process):

@@ -1,10 +1,9 @@
 """bench.py as a command: its tables, its JSON line, its refusals."""
 import json
 import subprocess
-import sys
 
 import pytest
-from conftest import ENV, OFF, ON, ROOT, TINY, command, ok, refused, train
+from conftest import ENV, OFF, ON, ROOT, TINY, command, ok, refused, train, warm
 
 
 def last_json(printed):
@@ -63,7 +62,7 @@ def test_table_refuses_what_cannot_be_compared(runs, store, tmp_path):
 
 
 def test_the_quick_ablation_has_every_arm_and_column_and_a_second_call_does_nothing(tmp_path):
-    env = {**ENV, "OUT": str(tmp_path / "out"), "DATA": str(tmp_path / "data"), "PYTHON": sys.executable}
+    env = {**ENV, "OUT": str(tmp_path / "out"), "DATA": str(tmp_path / "data"), "PYTHON": " ".join(warm())}
     run = lambda: subprocess.run([ROOT / "runs" / "ablation.sh", "--quick"], env=env, capture_output=True, text=True, timeout=400)
     printed = ok(run())
     for arm in ("dense", "LTD", "LTD constant 75%", "LTD one draw", "LTD, first and last layer too", "LTD, rate by steps", "TokenBypass", "dense, batches as truncate + LTD", "reshape",
@@ -80,7 +79,7 @@ def test_the_quick_ablation_has_every_arm_and_column_and_a_second_call_does_noth
 @pytest.mark.parametrize("words,steps", [(("gpt3_1.3b.sh", "baseline", "300"), 286_103), (("gpt3_1.3b.sh", "ltd", "300"), 372_789), (("gpt3_1.3b.sh", "cl", "300"), 339_170),
                                          (("gpt3_1.3b.sh", "both", "300"), 377_264), (("gpt3_1.3b.sh", "both", "150"), 188_633)])
 def test_the_published_recipes_have_the_published_steps(words, steps, tmp_path):
-    env = {**ENV, "PYTHON": sys.executable, "DATA": "none"}
+    env = {**ENV, "PYTHON": " ".join(warm()), "DATA": "none"}
     p = subprocess.run([ROOT / "runs" / words[0], *words[1:], "--plan"], env=env, capture_output=True, text=True, timeout=100)
     assert f"\nsteps: {steps}\n" in ok(p)
 
