@@ -126,42 +126,46 @@ class Saver:
                     write_atomic(path.with_suffix(".pt"), lambda f: torch.save(plain | state | {"model": model}, f))
                 return True
             temporary = path.with_suffix(".tmp")
-            if self.rank == 0:
-                temporary.mkdir()
-                (temporary / "run.json").write_text(json.dumps(plain))
             from torch.distributed import checkpoint as dcp
             writer = dcp.FileSystemWriter(temporary)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")         # one process is what is meant
                 if self.wait:
                     dcp.save(state, storage_writer=writer)
-                    self.pending = None, temporary, path
+                    self.pending = None, temporary, path, plain
                     return self.finish()
-                self.pending = dcp.async_save(state, storage_writer=writer, process_group=self.group), temporary, path
+                future = dcp.async_save(state, storage_writer=writer, process_group=self.group)
+            self.pending = future, temporary, path, plain
             return True
-        except Exception as e:      # OSError here, CheckpointException round one on some rank
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:  # OSError here, CheckpointException (no Exception) round one on some rank
             return self._failed(path, e)
 
     def finish(self):
         """Wait for the save that is under way; False where it came to nothing."""
         if self.pending is None:
             return True
-        (future, temporary, path), self.pending = self.pending, None
+        (future, temporary, path, plain), self.pending = self.pending, None
         try:
             if future is not None:
                 future.result()
-            if self.rank == 0:
+            if self.rank == 0:          # what rank 0 does alone it does behind the others' messages: it may fail
+                write_atomic(temporary / "run.json", lambda f: f.write(json.dumps(plain).encode()))
                 os.replace(temporary, path)
             return True
-        except Exception as e:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:
             return self._failed(path, e)
 
     def _failed(self, path, e):
         if self.rank == 0:
             shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)
             last = [p.name for p in checkpoints(self.folder)][-1:] or ["none"]
-            print0(f"{path.name} could not be written ({' '.join(str(e).split())[:200]}); the newest checkpoint is "
-                   f"{last[0]}; the run goes on")
+            causes = [f"rank {r}: {cause}" for r, (cause, _) in getattr(e, "failures", {}).items()] or [str(e)]
+            print0(f"{path.name} could not be written ({'; '.join(causes)}); the newest checkpoint is {last[0]}; "
+                   "the run goes on")
         return False
 
     def prune(self, keep, sound=math.inf):

@@ -42,13 +42,14 @@ class Config:
     batch_size: int = 16        # samples a micro-batch on one rank, at most
     learning_rate: float = 4e-3  # peak; the best of those tried with everything on (a dense run wants half of it)
     min_lr: float = -1.0        # floor of the decay; negative = a tenth of the peak
-    warmup_tokens: str = "2%"   # linear warm-up, a number or % of the budget
+    warmup_tokens: str = "2%"   # linear warm-up, a number, % of the budget, or as many as in 100steps
     decay_tokens: str = "100%"  # where the decay reaches min_lr, a number or % of the budget
     lr_decay: str = "cosine"    # cosine, linear or constant
     lr_unit: str = ""           # what the two above are counted in; empty = as --budget
     weight_decay: float = 0.1   # of matrices and embeddings
     beta1: float = 0.9          # AdamW
     beta2: float = 0.95         # AdamW
+    eps: float = 1e-8           # AdamW
     grad_clip: float = 1.0      # global gradient norm, 0 = off
     # efficient data sampling and routing (START..END:DURATION[:SHAPE])
     pool: list = field(default_factory=list)  # METRIC:PACE (repeats intersect), or off; default voc:30%..100%:40%:sqrt
@@ -141,7 +142,7 @@ RANGES = {  # flag: (least, most); a bound in a string is left out itself
                                         "save_interval", "keep_ckpts", "log_interval", "dist_timeout", "train_tokens",
                                         "tp", "pp")},
     **{flag: (0, math.inf) for flag in ("seed", "eval_samples", "stop_step", "max_new_tokens", "temperature", "top_k",
-                                        "weight_decay", "grad_clip", "init_std", "learning_rate", "min_lr")},
+                                        "eps", "weight_decay", "grad_clip", "init_std", "learning_rate", "min_lr")},
     "dropout": (0, "1"), "beta1": (0, "1"), "beta2": (0, "1")}
 
 
@@ -161,7 +162,8 @@ def check(cfg, given, world):
     if cfg.profile and not re.fullmatch(r"\d+:[1-9]\d*", cfg.profile):
         raise ValueError(f"--profile={cfg.profile} must be START:STEPS, as 100:3")
     check_words(ltd_redraw=(cfg.ltd_redraw, ("layer", "once")), ltd_choice=(cfg.ltd_choice, ("random", "importance")))
-    check_layout(cfg, given, world)
+    if not (cfg.plan or cfg.sample or cfg.export):
+        check_layout(cfg, given, world)
     for idle, flags, why in ((cfg.pp == 1, ("pp_schedule",), "--pp=1"),
                              (cfg.dtype in ("float32", "bfloat16"), ("loss_scale",), f"--dtype={cfg.dtype}"),
                              (cfg.ltd == "off", [f for f in given if f.startswith("ltd_")], "--ltd=off"),
@@ -183,16 +185,17 @@ def check_layout(cfg, given, world):
     """Refuse, by name, what a layout of ranks cannot do (parallel.py)."""
     check_words(parallel=(cfg.parallel, ENGINES), pp_schedule=(cfg.pp_schedule, SCHEDULES),
                 recompute=(cfg.recompute, tuple(RECOMPUTE)))
-    dp, sharded = world // (cfg.tp * cfg.pp), cfg.parallel != "ddp" or cfg.tp * cfg.pp > 1
+    whole, sharded = world % (cfg.tp * cfg.pp) == 0, cfg.parallel != "ddp" or cfg.tp * cfg.pp > 1
+    dp = max(1, world // (cfg.tp * cfg.pp))
     stages = cfg.pp * (STAGES if cfg.pp_schedule == "interleaved" else 1)
-    micro = cfg.global_batch // max(dp, 1) / cfg.batch_size         # batches a rank takes a step in
+    micro = cfg.global_batch // dp / cfg.batch_size         # batches a rank takes a step in
     what = " ".join(f"--{flag}={getattr(cfg, flag)}" for flag in ("parallel", "tp", "pp")
                     if getattr(cfg, flag) != getattr(Config, flag))
     for bad, why in (
             (sharded and "RANK" not in os.environ,
              f"needs torchrun: torchrun --nproc_per_node={max(2, cfg.tp * cfg.pp)} train.py ..."),
-            (dp < 1 or world % (cfg.tp * cfg.pp), f"needs a multiple of {cfg.tp * cfg.pp} ranks, not {world}: "
-                                                  f"torchrun --nproc_per_node={cfg.tp * cfg.pp}"),
+            (not whole, f"needs a multiple of {cfg.tp * cfg.pp} ranks, not {world}: "
+                        f"torchrun --nproc_per_node={cfg.tp * cfg.pp}"),
             (cfg.tp > 1 and cfg.n_head % cfg.tp, f"needs --n_head ({cfg.n_head}) to be a multiple of --tp"),
             (cfg.tp * cfg.pp > 1 and cfg.dropout, "needs --dropout=0: the masks would depend on the layout"),
             (sharded and cfg.batch_ramp, "does not go with --batch_ramp: every rank needs as many samples"),
@@ -204,7 +207,7 @@ def check_layout(cfg, given, world):
                                                   f"{cfg.n_layer}"),
             (cfg.pp > 1 and (micro % 1 or micro < cfg.pp or cfg.pp_schedule == "interleaved" and micro % cfg.pp),
              f"takes a step in equal micro-batches, at least {cfg.pp} of them (interleaved: a multiple): take another "
-             f"--batch_size than {cfg.batch_size} for the {cfg.global_batch // max(dp, 1)} samples of a rank"),
+             f"--batch_size than {cfg.batch_size} for the {cfg.global_batch // dp} samples of a rank"),
             (cfg.pp > 1 and cfg.samples == "document" and cfg.compile, "does not go with --compile over documents")):
         if bad:
             raise ValueError(f"{what} {why}")

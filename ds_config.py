@@ -21,6 +21,7 @@ from flags import flag_words
 
 ANY, BOOL, NUMBER = "anything", "true or false", "a number, 0 or more"
 WHOLE, COUNT, LIST = "a whole number, 0 or more", "a whole number, 1 or more", "a list of whole numbers, 0 or more"
+PAIR = "two numbers from 0 to 1"
 
 PACE = {"min_difficulty": WHOLE, "max_difficulty": WHOLE,
         "schedule_type": ("fixed_linear", "fixed_root", "fixed_discrete", "custom"),
@@ -34,12 +35,21 @@ RANDOM_LTD = {"enabled": BOOL, "total_layer_num": COUNT, "random_ltd_layer_num":
                                       "schedule_config": {"require_steps": COUNT, "seq_per_step": COUNT}},
               "layer_token_lr_schedule": {"enabled": BOOL, "total_layer_tokens": ANY, "warmup_type": ANY,
                                           "warmup_layer_tokens": ANY}}
+OFFLOAD = {"device": ("none", "cpu", "nvme"), "nvme_path": ANY, "*": ANY}
 FILE = {"train_batch_size": COUNT, "train_micro_batch_size_per_gpu": COUNT, "gradient_accumulation_steps": COUNT,
         "gradient_clipping": NUMBER,
-        "fp16": {"enabled": BOOL, **dict.fromkeys("auto_cast loss_scale initial_scale_power loss_scale_window "
-                                                  "hysteresis consecutive_hysteresis min_loss_scale".split(), ANY)},
+        "fp16": {"enabled": BOOL, "loss_scale": NUMBER, "initial_scale_power": WHOLE, "loss_scale_window": COUNT,
+                 **dict.fromkeys("auto_cast hysteresis consecutive_hysteresis min_loss_scale".split(), ANY)},
         "bf16": {"enabled": BOOL},
-        "zero_optimization": {"stage": WHOLE, "*": ANY},        # where memory lies changes no number
+        "zero_optimization": {"stage": (0, 1, 2, 3), "offload_optimizer": OFFLOAD, "offload_param": OFFLOAD, "*": ANY},
+        "optimizer": {"type": ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"),
+                      "params": {"lr": NUMBER, "betas": PAIR, "eps": NUMBER, "weight_decay": NUMBER,
+                                 "adam_w_mode": (True,), "bias_correction": (True,), "torch_adam": ANY}},
+        "scheduler": {"type": ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
+                      "params": {"warmup_num_steps": COUNT, "total_num_steps": COUNT, "warmup_type": ("linear",),
+                                 "warmup_min_lr": (0,), "warmup_min_ratio": (0,), "warmup_max_lr": NUMBER,
+                                 "cos_min_ratio": NUMBER, "last_batch_iteration": ANY}},
+        "activation_checkpointing": {"partition_activations": (False,), "cpu_checkpointing": (False,), "*": ANY},
         "data_efficiency": {
             "enabled": BOOL, "seed": WHOLE,
             "data_sampling": {"enabled": BOOL, "num_epochs": ANY, "num_workers": ANY, "pin_memory": ANY,
@@ -65,6 +75,8 @@ def fits(value, what):
     whole = type(value) is int and value >= 0
     return {ANY: True, BOOL: isinstance(value, bool), WHOLE: whole, COUNT: whole and value > 0,
             NUMBER: whole or (type(value) is float and 0 <= value < float("inf")),
+            PAIR: isinstance(value, list) and len(value) == 2 and all(type(v) in (int, float) and 0 <= v < 1
+                                                                      for v in value),
             LIST: isinstance(value, list) and all(fits(v, WHOLE) for v in value)}[what]
 
 
@@ -72,7 +84,7 @@ def check(value, table, path=""):
     """Refuse a key that the table does not hold or a value that does not fit, here and below, switched on or not."""
     if not isinstance(table, dict):
         if not fits(value, table):
-            what = " or ".join(table) if isinstance(table, tuple) else table
+            what = " or ".join(json.dumps(word).strip('"') for word in table) if isinstance(table, tuple) else table
             raise ValueError(f"{path} must be {what}, not {json.dumps(value)[:60]}")
         return
     if not isinstance(value, dict):
@@ -192,9 +204,47 @@ def ltd_flags(ltd, path):
     return [f"--n_layer={layers}", f"--ltd={start}..{end}:{steps}", f"--ltd_multiple={multiple}"]
 
 
+def optimizer_flags(config):
+    """optimizer and scheduler -> AdamW's settings and the rate, with DeepSpeed's defaults in so many words. Its steps
+    are those that are made, whatever a step costs; here the first one counts as 1, there as 0."""
+    flags, rate = [], 1e-3
+    if "optimizer" in config:
+        need(config["optimizer"], "optimizer", "type")
+        p = {"lr": rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+        p |= config["optimizer"].get("params", {})
+        rate = p["lr"]
+        flags = [f"--beta1={p['betas'][0]}", f"--beta2={p['betas'][1]}", f"--eps={p['eps']}",
+                 f"--weight_decay={float(p['weight_decay'])}"]
+    if "scheduler" in config:
+        kind, params = need(config["scheduler"], "scheduler", "type", "params")
+        need(params, "scheduler.params", "warmup_type")         # the default, log, is what ours cannot do
+        rate = rate if kind == "WarmupCosineLR" else params.get("warmup_max_lr", 1e-3)
+        flags += ["--lr_unit=steps", f"--warmup_tokens={params.get('warmup_num_steps', 1000)}steps"]
+        if kind == "WarmupLR":
+            flags.append("--lr_decay=constant")
+        else:
+            floor = rate * params.get("cos_min_ratio", 1e-4) if kind == "WarmupCosineLR" else 0.0
+            flags += [f"--lr_decay={'cosine' if kind == 'WarmupCosineLR' else 'linear'}", f"--min_lr={floor:g}",
+                      f"--decay_tokens={need(params, 'scheduler.params', 'total_num_steps')}steps"]
+    return flags + ([f"--learning_rate={rate}"] if flags else [])
+
+
+def memory_flags(config):
+    """zero_optimization, offloading and activation_checkpointing: where memory lies, which changes no number."""
+    zero, flags = config.get("zero_optimization", {}), []
+    if zero.get("stage", 0):
+        flags.append(f"--parallel=zero{zero['stage']}")
+        for key in ("offload_param", "offload_optimizer"):      # cpu takes weights, gradients and moments to the host
+            device = zero.get(key, {}).get("device", "none")
+            if device != "none":
+                where = "cpu" if device == "cpu" else f"disk:{need(zero[key], f'zero_optimization.{key}', 'nvme_path')}"
+                flags = flags[:1] + [f"--offload={where}"]
+    return flags + ["--recompute=block"] * ("activation_checkpointing" in config)
+
+
 def all_flags(config):
     """A whole file that check() has passed -> its flags in order."""
-    flags, pools, length = batch_flags(config), [], []
+    flags, pools, length = batch_flags(config) + optimizer_flags(config) + memory_flags(config), [], []
     if "gradient_clipping" in config:
         flags.append(f"--grad_clip={float(config['gradient_clipping'])}")
     if "seed" in config.get("data_efficiency", {}):
@@ -203,6 +253,10 @@ def all_flags(config):
     if len(half) == 2:
         raise ValueError("fp16.enabled and bf16.enabled are both true; keep one")
     flags += [f"--dtype={dtype}" for dtype in half]
+    if half == ["float16"]:
+        fp16 = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000} | config["fp16"]
+        flags.append(f"--loss_scale={fp16['loss_scale']}:0" if fp16["loss_scale"] else
+                     f"--loss_scale={2 ** fp16['initial_scale_power']}:{fp16['loss_scale_window']}")
     curriculum, on = part(config, CURRICULUM)
     older, older_on = part(config, "curriculum_learning")
     if on and older_on:
@@ -243,10 +297,6 @@ def read_ds_config(path):
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8-sig"), parse_float=number, object_pairs_hook=no_twins)
         check(config, FILE)
-        stage = config.get("zero_optimization", {}).get("stage", 0)
-        if stage:
-            print(f"{path}: zero_optimization.stage {stage} is not followed: ranks are data-parallel, memory is not "
-                  "sharded; the numbers are the same", file=sys.stderr)
         return all_flags(config)
     except OSError as e:
         raise ValueError(f"--ds_config={path} cannot be read: {e.strerror}") from None
@@ -261,6 +311,11 @@ def command_line(cfg, given):
     command. cfg: a parsed Config, given: the names of the flags on the command line."""
     win = given | {f"{name}_multiple" for name in given}        # without its technique a multiple has no effect
     theirs = [flag for flag in read_ds_config(cfg.ds_config) if flag[2:].partition("=")[0] not in win]
+    if "RANK" not in os.environ:
+        alone = [flag for flag in theirs if flag.startswith(("--parallel=", "--offload="))]
+        if alone:
+            print(f"{' '.join(alone)}: left out, for one process without torchrun shards nothing", file=sys.stderr)
+        theirs = [flag for flag in theirs if flag not in alone]
     ours = flag_words(cfg, given - {"ds_config"})
     if int(os.environ.get("RANK", 0)) == 0:
         print(f"--ds_config={cfg.ds_config} stands for:\n    python train.py {shlex.join(theirs + ours)}", flush=True)

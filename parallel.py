@@ -18,6 +18,7 @@ import copy
 import os
 import sys
 import tempfile
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -83,38 +84,38 @@ class Engine:
         """Meet the other ranks. From here on, waiting longer than `timeout` seconds for another one is an error."""
         if self.world == 1 and not self.sharded:
             return
-        wait = timedelta(seconds=timeout)
+        wait, self.timeout = timedelta(seconds=timeout), timeout
         store, rank, world = next(dist.rendezvous("env://", timeout=wait))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":   # torchrun's restarts share a store: stale addresses lie in it
             store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group("gloo" if self.device == "cpu" else "cpu:gloo,cuda:nccl", store=store, rank=rank,
                                 world_size=world, timeout=wait)
         self.store = dist.PrefixStore("step", store)
+        self.beat(0)
+        sys.excepthook = self._excepthook
 
     def beat(self, step):
-        """Leave word of the step that this rank has come to: about 0.1 ms, so that lost() can tell who stayed away."""
-        if self.store is not None:
-            self.store.set(str(self.rank), str(step))
+        """Leave word of the step that this rank has come to, about 0.1 ms, for the ranks that lose it."""
+        self.step = step
+        self.store.set(str(self.rank), f"{step}")
 
-    @contextlib.contextmanager
-    def naming_lost_ranks(self, timeout):
-        """Turns the error of a message that never came into one line with the steps that all ranks have come to."""
+    def _excepthook(self, kind, e, trace):
+        """Turns the error of a message that never came into one line that names the ranks which are silent."""
+        text = " ".join(str(e).split())
+        if not issubclass(kind, RuntimeError) or not any(
+                word in text.lower() for word in ("timed out", "timeout", "connection", "gloo", "nccl")):
+            return sys.__excepthook__(kind, e, trace)
         try:
-            yield
-        except RuntimeError as e:
-            text = str(e).lower()
-            if self.store is None or not any(w in text for w in ("timed out", "timeout", "connection", "gloo", "nccl")):
-                raise
-            try:
-                self.store.set_timeout(timedelta(seconds=5))
-                seen = [int(self.store.get(str(r))) for r in range(self.world)]
-                behind = [r for r in range(self.world) if seen[r] < max(seen) or seen[r] < seen[self.rank]]
-                who = f"steps that ranks 0 to {self.world - 1} have come to: {seen}; behind: {behind or 'none'}"
-            except RuntimeError:
-                who = "the ranks' common store is gone, and with it the first host"
-            print(f"[rank {self.rank}] error: another rank is lost, or hangs longer than --dist_timeout={timeout} s ("
-                  f"{' '.join(str(e).split())[:120]}); {who}; start again with --resume", file=sys.stderr, flush=True)
-            os._exit(1)         # no clean-up: it would wait for the lost one
+            self.store.set_timeout(timedelta(seconds=5))
+            self.store.set(str(self.rank), f"{self.step} waits")
+            time.sleep(2)       # all that wait wake up at about the same time
+            seen = [self.store.get(str(r)).decode() for r in range(self.world)]
+            who = "; ".join(f"rank {r} is silent since step {s}" for r, s in enumerate(seen) if not s.endswith("waits"))
+        except RuntimeError:
+            who = "their common store is gone, too, and with it the first host"
+        print(f"[rank {self.rank}] error: another rank is lost, or hangs longer than --dist_timeout={self.timeout} s "
+              f"({text[:160]}); {who or 'all ranks say so'}; start again with --resume", file=sys.stderr, flush=True)
+        os._exit(1)             # no clean-up: it would wait for the lost one
 
     def total(self, values):
         """Sums over the data-parallel ranks of a float64 tensor that others in the grid repeat (tp) or lack (pp)."""
@@ -161,6 +162,9 @@ class Engine:
         shard = 1 if self.parallel == "ddp" else self.dp
         self.mesh = init_device_mesh(kind, (self.pp, self.dp // shard, shard, self.tp),
                                      mesh_dim_names=("pp", "replicate", "shard", "tp"))
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout   # torch < 2.14
+        for group in self.mesh.get_all_groups():                # they would wait for half an hour
+            set_timeout(timedelta(seconds=self.timeout), group)
         if self.pp > 1:
             per_rank = STAGES if self.pp_schedule == "interleaved" else 1
             self.indices = [self.pp_rank + self.pp * i for i in range(per_rank)]

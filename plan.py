@@ -39,14 +39,15 @@ def effective_length(length, keep, n_layer, n_ltd):
 DENSE = {"ends": (1, 1), "first": (1, 0), "last": (0, 1), "none": (0, 0)}   # how many layers at either end drop nothing
 
 
-def amount(text, whole, flag):
-    """A number of tokens, or a percentage of `whole`; finite and not negative."""
+def amount(text, whole, step, flag):
+    """A number of tokens, a percentage of `whole`, or a number of plain steps of `step` tokens; not negative."""
+    unit = next((u for u in ("%", "steps") if text.endswith(u)), "")
     try:
-        value = float(text.rstrip("%")) * (whole / 100 if text.endswith("%") else 1)
+        value = float(text.removesuffix(unit)) * {"%": whole / 100, "steps": step, "": 1}[unit]
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise ValueError(f"{flag}={text} must be a number or a percentage, as 3e9 or 2%")
+        raise ValueError(f"{flag}={text} must be a number, a percentage or steps, as 3e9, 2% or 100steps")
     return value
 
 
@@ -146,8 +147,8 @@ def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seq
             break
         n *= 2
     steps = int(np.searchsorted(units[budget], train_tokens))
-    warmup = amount(warmup_tokens, train_tokens, "--warmup_tokens")
-    decay = amount(decay_tokens, train_tokens, "--decay_tokens")
+    warmup = amount(warmup_tokens, train_tokens, B * T, "--warmup_tokens")
+    decay = amount(decay_tokens, train_tokens, B * T, "--decay_tokens")
     if decay <= 0 and lr_decay != "constant":
         raise ValueError(f"--decay_tokens={decay_tokens} leaves nothing to decay over; "
                          "for a level rate give --lr_decay=constant")

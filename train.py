@@ -162,7 +162,8 @@ def main():
     engine.wrap(model, cfg.compile)
     groups = [dict(params=[p for p in engine.params if (p.dim() > 1) == matrix], weight_decay=decay)
               for matrix, decay in ((True, cfg.weight_decay), (False, 0.0))]
-    optimizer = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps,
+                                  fused=True)
     first_scale, grow = loss_scale(cfg) if cfg.dtype == "float16" else (1.0, 0)
     seconds, skipped, scale, good = 0.0, 0, first_scale, 0
     score = by_id = None                                # TokenBypass: the running loss of every token id

@@ -1,5 +1,6 @@
 """Under torchrun: train.py's main() once for each line of a JSON file of command lines, in one process, because most of
 a short run is the start of its processes. Every run connects the ranks anew."""
+import faulthandler
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ import train  # noqa: E402
 for i, words in enumerate(json.loads(Path(sys.argv[1]).read_text())):
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(i)      # as if torchrun had started the ranks again
     sys.argv = ["train.py", *words]
+    faulthandler.dump_traceback_later(120, exit=True)       # a hang says where
     try:
         train.main()
     except ValueError as e:

@@ -2,11 +2,14 @@
 import copy
 import json
 
+import numpy as np
 import pytest
 from conftest import ok, refused, train
 
+from config import Config, plan_of
 from curriculum import Pace
 from ds_config import read_ds_config
+from flags import parse_flags
 from plan import make_plan
 
 FILES = {"index_to_sample_path": "some/index_to_sample", "index_to_metric_path": "some/index_to_metric"}
@@ -219,8 +222,17 @@ def change(config, path, value):
 @pytest.mark.parametrize("path,value,words", [
     # keys that are not known, anywhere, on or off
     ("foo", 1, ["foo is not known; known there: train_batch_size, "]),
-    *[(name, {}, [f"{name} is not known"]) for name in ("optimizer", "scheduler",
-                                                        "activation_checkpointing")],
+    ("optimizer", {}, ["optimizer.type is missing"]), ("optimizer", {"type": "Lamb"}, ["optimizer.type must be Adam or AdamW"]),
+    ("optimizer", {"type": "AdamW", "params": {"lr": "auto"}}, ["optimizer.params.lr must be a number"]),
+    ("optimizer", {"type": "Adam", "params": {"adam_w_mode": False}}, ["adam_w_mode must be true"]),
+    ("optimizer", {"type": "Adam", "params": {"betas": [0.9]}}, ["betas must be two numbers"]),
+    ("scheduler", {"type": "WarmupLR", "params": {}}, ["scheduler.params.warmup_type is missing"]),
+    ("scheduler", {"type": "WarmupLR", "params": {"warmup_type": "log"}}, ["warmup_type must be linear"]),
+    ("scheduler", {"type": "WarmupDecayLR", "params": {"warmup_type": "linear"}}, ["total_num_steps is missing"]),
+    ("scheduler", {"type": "OneCycle"}, ["WarmupCosineLR"]),
+    ("zero_optimization", {"stage": 4}, ["zero_optimization.stage must be 0 or 1"]),
+    ("zero_optimization", {"stage": 3, "offload_param": {"device": "nvme"}}, ["zero_optimization.offload_param.nvme_path is missing"]),
+    ("activation_checkpointing", {"cpu_checkpointing": True}, ["cpu_checkpointing must be false"]),
     (f"{DE}.foo", 1, [f"{DE}.foo is not known; known there: enabled, seed, data_sampling, data_routing"]),
     (f"{DE}.data_sampling.foo", 1, [f"{DE}.data_sampling.foo is not known; known there: enabled, num_epochs, "]),
     (f"{VOC}.foo", 1, [f"{VOC}.foo is not known"]),
@@ -314,13 +326,50 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
             read_ds_config(path)
 
 
-def test_half_precision_is_followed_and_sharding_is_named(flags, capsys):
-    config = file_of() | {"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}, "bf16": {"enabled": False}, "zero_optimization": {"stage": 0}}
-    assert "--dtype=float16" in flags(config) and not capsys.readouterr().err
-    config |= {"fp16": {"enabled": False}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "overlap_comm": True}}
-    assert "--dtype=bfloat16" in flags(config) and "zero_optimization.stage 2 is not followed" in capsys.readouterr().err
+def test_half_precision_is_followed_with_its_loss_scale(flags):
+    config = file_of() | {"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}, "bf16": {"enabled": False}}
+    assert {"--dtype=float16", "--loss_scale=65536:1000"} <= set(flags(config))
+    config["fp16"] |= {"initial_scale_power": 8, "loss_scale_window": 50}
+    assert "--loss_scale=256:50" in flags(config)
+    config["fp16"]["loss_scale"] = 128
+    assert "--loss_scale=128:0" in flags(config)
     with pytest.raises(ValueError, match="both true"):
-        flags(config | {"fp16": {"enabled": True}})
+        flags(config | {"bf16": {"enabled": True}})
+    config |= {"fp16": {"enabled": False}, "bf16": {"enabled": True}}
+    assert "--dtype=bfloat16" in flags(config) and not any("loss_scale" in flag for flag in flags(config))
+
+
+def test_where_memory_lies_is_followed(flags):
+    def memory(**zero):
+        return [flag for flag in flags(file_of() | {"zero_optimization": zero}) if flag.startswith(("--parallel", "--offload"))]
+    assert memory(stage=0) == [] and memory(stage=2, overlap_comm=True) == ["--parallel=zero2"]
+    assert memory(stage=3, offload_param={"device": "cpu"}, offload_optimizer={"device": "none"}) == ["--parallel=zero3", "--offload=cpu"]
+    assert memory(stage=1, offload_optimizer={"device": "nvme", "nvme_path": "/fast"}) == ["--parallel=zero1", "--offload=disk:/fast"]
+    assert "--recompute=block" in flags(file_of() | {"activation_checkpointing": {"number_checkpoints": 4}})
+
+
+def rates(words, steps, T=8, B=4, **kw):
+    """The learning rates of a run of plain steps under these flags."""
+    cfg, _ = parse_flags(Config, [*words, "--pool=off", "--seqlen=off", "--ltd=off", f"--train_tokens={steps * T * B}", f"--block_size={T}", f"--global_batch={B}"], "")
+    cfg.min_lr = max(cfg.min_lr, 0.0)
+    return cfg, plan_of(cfg, None).lr
+
+
+def test_optimizer_and_scheduler_give_deepspeeds_rates(flags):
+    """WarmupDecayLR and WarmupCosineLR as its documentation defines them, at steps counted from 1; DeepSpeed's defaults are said."""
+    def ours(scheduler, **params):
+        config = file_of() | {"optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.8, 0.99]}}}
+        config |= {"scheduler": {"type": scheduler, "params": {"warmup_type": "linear", "warmup_num_steps": 10, **params}}} if scheduler else {}
+        words = [w for w in flags(config) if w.partition("=")[0] in ("--learning_rate", "--min_lr", "--lr_decay", "--lr_unit", "--warmup_tokens", "--decay_tokens", "--beta1", "--beta2", "--eps",
+                                                                      "--weight_decay")]
+        return rates(words, 50)
+    t = np.arange(1, 51)
+    cfg, _ = ours(None)
+    assert (cfg.learning_rate, cfg.beta1, cfg.beta2, cfg.eps, cfg.weight_decay) == (2e-3, 0.8, 0.99, 1e-8, 0.0)
+    assert ours("WarmupLR", warmup_max_lr=3e-3)[1] == pytest.approx(3e-3 * np.minimum(1, t / 10))
+    assert ours("WarmupDecayLR", warmup_max_lr=3e-3, total_num_steps=50)[1] == pytest.approx(3e-3 * np.minimum(t / 10, (50 - t) / 40))
+    cosine = 0.1 + 0.9 * (1 + np.cos(np.pi * (t - 10) / 40)) / 2
+    assert ours("WarmupCosineLR", cos_min_ratio=0.1, total_num_steps=50)[1] == pytest.approx(2e-3 * np.where(t < 10, t / 10, cosine))
 
 
 def test_train_takes_the_file_prints_the_command_and_flags_beside_it_win(tmp_path):
