@@ -5,6 +5,7 @@
     python bench.py kernel                    draw, gather, scatter and a dropped layer beside their torch forms
     python bench.py analyze                   tokens/s of the offline analysis and of tokenizing, and their memory
     python bench.py sampler                   start, memory, time a batch and resume of a sampler over 100M samples
+    python bench.py engines                   memory a rank and time a step under every engine of parallel.py
     python bench.py table out/my_runs/*       mean, deviation, n and cost of every arm, and a plot
 
 Contenders of one measurement take turns, step by step, and medians are compared: on a shared machine only ratios within
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch
 
 import bench_data
+import bench_engines
 import ltd
 from flags import parse_flags, run_command
 from model import GPT, Block, forward_flops
@@ -235,9 +237,10 @@ def main():
         return bench_data.bench_analyze(parse_flags(bench_data.AnalyzeConfig, argv, "Time the offline analysis.")[0])
     if what == "sampler":
         return bench_data.bench_sampler(parse_flags(bench_data.SamplerConfig, argv, "Time the sampler.")[0])
-    raise ValueError("bench.py measures one thing a call: python bench.py step | kernel | analyze | sampler | "
-                     "table FOLDERS; "
-                     "--help behind one lists its flags")
+    if what == "engines":
+        return bench_engines.bench_engines(parse_flags(bench_engines.EnginesConfig, argv, "Compare the engines.")[0])
+    raise ValueError("bench.py measures one thing a call: python bench.py step | kernel | analyze | sampler | engines "
+                     "| table FOLDERS; --help behind one lists its flags")
 
 
 if __name__ == "__main__":

@@ -109,8 +109,8 @@ def test_layouts_that_cannot_be_are_refused_by_name(monkeypatch, world, flags, w
 
 
 def test_a_run_goes_from_layout_to_layout_and_out_as_one_plain_file(store, one, tmp_path):
-    """Saved by zero3 on 4 ranks, continued by one process, tp and pp on 2, zero1 x tp on 4, one process: equal to one that
-    was never disturbed. Then a sample and a plain file from shards."""
+    """Saved by zero3 on 4 ranks, continued by one process, by tp on 2, by pp x zero1 on 2, and by one process: equal to one
+    that was never disturbed. Then a sample and a plain file from shards."""
     out, records = f"--out={tmp_path}/run", {}
 
     def leg(stop, *layout, ranks=1):
@@ -126,10 +126,11 @@ def test_a_run_goes_from_layout_to_layout_and_out_as_one_plain_file(store, one, 
     model.load_state_dict(file["model"])
     assert file["step"] == 5 and file["config"]["parallel"] == "zero3" and len(text) > 5
     leg(10, "--parallel=ddp")
-    leg(13, "--tp=2", "--parallel=ddp", ranks=2)
-    leg(16, "--pp=2", "--tp=1", ranks=2)
-    leg(19, "--tp=2", "--pp=1", "--parallel=zero1", ranks=4)
-    leg(0, "--tp=1", "--parallel=ddp")
+    legs = {13: ["--tp=2", "--parallel=ddp"], 17: ["--pp=2", "--tp=1", "--parallel=zero1"]}
+    many(tmp_path, [["--resume", out, f"--trace={tmp_path}/{stop}.jsonl", f"--stop_step={stop}", *layout] for stop, layout in legs.items()], 2)
+    for stop in legs:
+        records.update(joined(trace(tmp_path / f"{stop}.jsonl")))
+    leg(0, "--pp=1", "--parallel=ddp")
     equals_one(records, one)
     mine = torch.load(max((tmp_path / "run").glob("ckpt_*.pt")))["model"]
     # AdamW divides by small numbers, so that weights differ by more than losses do

@@ -1,0 +1,101 @@
+"""`python bench.py engines`: memory of a rank and time of a step under every engine, by train.py itself under torchrun.
+
+Theory for N ranks and P weights in float32, AdamW: 16 P bytes where everything is whole (weights, gradients, two
+moments: 4 P each). FSDP2 keeps a whole copy beside the shards while it works: of weights and gradients under zero1, of
+weights under zero2, of one block under zero3.
+"""
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from model import GPT, SIZES
+
+
+@dataclass
+class EnginesConfig:
+    model: str = "gpt2-medium"  # named size
+    ranks: int = 2              # processes
+    vocab_size: int = 50257     # vocabulary
+    block_size: int = 64        # tokens a row; short, so that weights and not activations fill the memory
+    global_batch: int = 4       # rows a step
+    batch_size: int = 1         # rows a micro-batch
+    steps: int = 6              # of each engine; the first two are not timed
+    only: str = ""              # only layouts whose flags hold this
+    device: str = "cpu"         # cpu or cuda (then memory is the device's, without its library's share)
+
+
+LAYOUTS = {     # flags: bytes a weight on a rank of N
+    "--parallel=ddp": lambda N: 16, "--parallel=zero1": lambda N: 8 + 16 / N, "--parallel=zero2": lambda N: 4 + 16 / N,
+    "--parallel=zero3": lambda N: 16 / N, "--parallel=zero3 --offload=cpu": lambda N: 16 / N,
+    "--parallel=zero3 --recompute=block": lambda N: 16 / N, "--parallel=zero3 --offload=disk:DISK": lambda N: 8 / N,
+    "--tp=N": lambda N: 16 / N, "--pp=N": lambda N: 16 / N}
+
+
+def run(cfg, folder, name, *flags):
+    """(peak MB of rank 0, ms of its timed steps) of one layout: trains cfg.steps steps and is ended before it saves."""
+    out = folder / name
+    words = [f"--model={cfg.model}", f"--block_size={cfg.block_size}", f"--global_batch={cfg.global_batch}",
+             f"--batch_size={cfg.batch_size}", f"--data={folder}/data", f"--out={out}", f"--device={cfg.device}",
+             *flags]
+    off = "--pool=off --seqlen=off --ltd=off --train_tokens=1e6 --eval_interval=1000000 --log_interval=1".split()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={cfg.ranks}",
+               str(Path(__file__).with_name("train.py")), *off, *words, "--eval_samples=1", "--dtype=float32"]
+    with open(folder / f"{name}.txt", "w") as printed:
+        p = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True,
+                             env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")})
+    try:
+        records = []
+        while len(records) < cfg.steps:
+            if p.poll() is not None:
+                raise RuntimeError(f"{' '.join(command)} ended: {(folder / f'{name}.txt').read_text()[-2000:]}")
+            time.sleep(0.5)
+            lines = (out / "log.jsonl").read_text().splitlines() if (out / "log.jsonl").exists() else []
+            records = [r for r in map(json.loads, lines) if "loss" in r]
+    finally:
+        os.killpg(p.pid, signal.SIGKILL)
+        p.wait()
+    return records[-1]["memory_mb"], statistics.median(r["ms"] for r in records[2:])
+
+
+def bench_engines(cfg):
+    if cfg.model not in SIZES:
+        raise ValueError(f"--model={cfg.model} is unknown; it takes {', '.join(SIZES)}")
+    n_layer, n_embd, n_head, _, _ = SIZES[cfg.model]
+    import torch
+    with torch.device("meta"):
+        P = GPT(cfg.vocab_size, cfg.block_size, n_layer, n_head, n_embd).n_params()
+    N, result = cfg.ranks, {}
+    with tempfile.TemporaryDirectory(prefix="winnow-") as folder:
+        folder = Path(folder)
+        (folder / "data").mkdir()
+        tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, 1 << 18).astype(np.uint32)
+        for split in ("train", "val"):
+            tokens.tofile(folder / "data" / f"{split}.bin")
+        meta = dict(dtype="uint32", vocab_size=cfg.vocab_size, eot_id=0, fingerprint="random",
+                    tokens=dict(train=len(tokens), val=len(tokens)))
+        (folder / "data" / "meta.json").write_text(json.dumps(meta))
+        base, _ = run(cfg, folder, "base", "--n_layer=2", "--n_embd=16", "--n_head=2", "--model=")
+        print(f"{cfg.model}: {P / 1e6:.0f}M weights, {N} ranks, {cfg.device}; a process without a model of note "
+              f"({base} MB) is taken off\n\n"
+              "| layout | MB a rank | bytes a weight | theory | of ddp | ms a step | of ddp |\n"
+              "|---|---|---|---|---|---|---|", flush=True)
+        for i, (flags, theory) in enumerate(LAYOUTS.items()):
+            if cfg.only in flags:
+                words = flags.replace("DISK", f"{folder}/moments").replace("=N", f"={N}").split()
+                mb, ms = run(cfg, folder, str(i), *words)
+                mb -= base
+                result[flags] = dict(mb=mb, ms=round(ms, 1), bytes=round(mb * 2**20 / P, 2), theory=theory(N))
+                first = next(iter(result.values()))
+                print(f"| `{flags}` | {mb} | {mb * 2**20 / P:.1f} | {theory(N):.1f} | {mb / first['mb']:.2f} | "
+                      f"{ms:.0f} | {ms / first['ms']:.2f} |", flush=True)
+    print(json.dumps({"bench": "engines", "model": cfg.model, "params": P, "ranks": N, "base_mb": base,
+                      "layouts": result}))
