@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=winnow
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=TERM@120
+# Under slurm:  sbatch runs/slurm.sh --data=data/mine --out=/shared/run --model=gpt2-xl --parallel=zero3 --recompute=block
+# Two minutes before the time is over, and when the job is preempted, SIGTERM reaches the ranks: they save after the step
+# under way and end. The requeued job resumes there. torchrun gives its ranks 30 s for that: choose --ckpt_async, or
+# smaller shards by more ranks, where a checkpoint takes longer. Not tried on a cluster of ours: it is the plain use of srun.
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:?start this with sbatch}"
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1)
+export ID=$SLURM_JOB_ID PORT=$((20000 + SLURM_JOB_ID % 20000))
+srun --kill-on-bad-exit=0 runs/hosts.sh "$first" "$SLURM_JOB_NUM_NODES" "${SLURM_GPUS_ON_NODE:-8}" "$@"
