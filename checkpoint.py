@@ -11,7 +11,9 @@ import math
 import os
 import pickle
 import shutil
+import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -37,34 +39,45 @@ def checkpoints(folder):
                   key=step_of)
 
 
-def newest(folder, rename=True):
+def newest(folder):
     """The newest checkpoint that opens, as (path, content), or None; content has no tensors where it is a folder. One
-    that was cut short or does not open (a damaged disk) is named and passed over; rename=True sets the latter aside."""
+    that was cut short or is damaged is named, the latter set aside, and the one before it taken. ValueError where there
+    are some and none opens: to begin anew would be a surprise. A disk that does not answer is no damage: OSError."""
     for path in sorted(Path(folder).glob("ckpt_*.tmp")):
         print0(f"{path} is incomplete, of a save that was cut short: passed over")
-    for path in reversed(checkpoints(folder)):
+    paths = checkpoints(folder)
+    for path in reversed(paths):
         try:
             return path, read(path)
         except Exception as e:      # torch.load raises whatever the damage makes of it
+            if isinstance(e, (MemoryError, OSError)) and not isinstance(e, FileNotFoundError):
+                raise
             print0(f"{path} does not open ({type(e).__name__}: {str(e)[:80]}): set aside as .damaged, "
                    "trying the one before it")
-            if rename and int(os.environ.get("RANK", 0)) == 0:
-                path.rename(path.with_suffix(".damaged"))
+            if int(os.environ.get("RANK", 0)) == 0 and path.exists():
+                path.rename(path.with_suffix(f".{time.time_ns()}.damaged"))
+    if paths:
+        raise ValueError(f"none of the {len(paths)} checkpoints in {folder} opens; --overwrite starts the run again")
     return None
 
 
 def read(path):
     """The content of a checkpoint; of a folder all but its tensors, after a look at whether every shard is there."""
     path = Path(path)
-    if not path.is_dir():
-        return torch.load(path, map_location="cpu", weights_only=True)
+    if not path.is_dir():           # mapped: ranks of a host share its pages, and read only what they take
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    check_shards(path)
+    return json.loads((path / "run.json").read_text())
+
+
+def check_shards(path):
+    """Raise EOFError or FileNotFoundError unless every shard that the index names is there, as long as it says."""
     ends = {}
     for info in _metadata(path).storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in ends.items():
         if (path / name).stat().st_size < end:
             raise EOFError(f"{name} is cut short")
-    return json.loads((path / "run.json").read_text())
 
 
 def load(path, content, state):
@@ -109,10 +122,11 @@ class Saver:
     """Writes a run's checkpoints. shards: as folders, every rank its part; wait=False: beside the training, from a copy
     in the host's memory (--ckpt_async). All ranks call save() and finish()."""
 
-    def __init__(self, folder, rank, shards, wait=True):
+    def __init__(self, folder, rank, shards, wait=True, timeout=600):
         self.folder, self.rank, self.shards, self.wait, self.pending = Path(folder), rank, shards, wait, None
         # the collectives of a save beside the training must not meet the training's own
-        self.group = dist.new_group(backend="gloo") if dist.is_initialized() and not wait else None
+        self.group = (dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+                      if dist.is_initialized() and not wait else None)
 
     def save(self, step, plain, state):
         """Write the checkpoint of a step: plain, a dict of plain types, and the live tensors. True: it is there, or on
@@ -130,40 +144,39 @@ class Saver:
             writer = dcp.FileSystemWriter(temporary)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")         # one process is what is meant
-                if self.wait:
-                    dcp.save(state, storage_writer=writer)
-                    self.pending = None, temporary, path, plain
-                    return self.finish()
-                future = dcp.async_save(state, storage_writer=writer, process_group=self.group)
+                future = (dcp.save(state, storage_writer=writer) and None if self.wait else
+                          dcp.async_save(state, storage_writer=writer, process_group=self.group))
             self.pending = future, temporary, path, plain
-            return True
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as e:  # OSError here, CheckpointException (no Exception) round one on some rank
+            return self.finish(wait=self.wait)
+        except BaseException as e:
             return self._failed(path, e)
 
-    def finish(self):
-        """Wait for the save that is under way; False where it came to nothing."""
-        if self.pending is None:
+    def finish(self, wait=True):
+        """Bring the save that is under way to its end; False where it came to nothing. wait=False: only if it is over
+        already, for every step to ask: a checkpoint has its name when it is written, not when the next one is due."""
+        if self.pending is None or not wait and not self.pending[0].done():
             return True
         (future, temporary, path, plain), self.pending = self.pending, None
         try:
             if future is not None:
                 future.result()
             if self.rank == 0:          # what rank 0 does alone it does behind the others' messages: it may fail
+                check_shards(temporary)     # a rank that does not share the folder has written its own elsewhere
                 write_atomic(temporary / "run.json", lambda f: f.write(json.dumps(plain).encode()))
                 os.replace(temporary, path)
             return True
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as e:
             return self._failed(path, e)
 
     def _failed(self, path, e):
+        """What the disk refuses is survived; all else, a lost rank above all, goes on up."""
+        failures = {r: cause for r, (cause, _) in getattr(e, "failures", {self.rank: (e, None)}).items()}
+        if not any(isinstance(cause, (OSError, EOFError)) for cause in failures.values()):
+            raise e
         if self.rank == 0:
             shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)
             last = [p.name for p in checkpoints(self.folder)][-1:] or ["none"]
-            causes = [f"rank {r}: {cause}" for r, (cause, _) in getattr(e, "failures", {}).items()] or [str(e)]
+            causes = [f"rank {r}: {cause}" for r, cause in failures.items()]
             print0(f"{path.name} could not be written ({'; '.join(causes)}); the newest checkpoint is {last[0]}; "
                    "the run goes on")
         return False

@@ -162,6 +162,9 @@ def check(cfg, given, world):
     if cfg.profile and not re.fullmatch(r"\d+:[1-9]\d*", cfg.profile):
         raise ValueError(f"--profile={cfg.profile} must be START:STEPS, as 100:3")
     check_words(ltd_redraw=(cfg.ltd_redraw, ("layer", "once")), ltd_choice=(cfg.ltd_choice, ("random", "importance")))
+    if cfg.compile and cfg.recompute == "selective":
+        raise ValueError("--recompute=selective does not go with --compile, which chooses by itself what to compute "
+                         "again; leave one of the two out, or take --recompute=block")
     if not (cfg.plan or cfg.sample or cfg.export):
         check_layout(cfg, given, world)
     for idle, flags, why in ((cfg.pp == 1, ("pp_schedule",), "--pp=1"),

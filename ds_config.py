@@ -205,9 +205,11 @@ def ltd_flags(ltd, path):
 
 
 def optimizer_flags(config):
-    """optimizer and scheduler -> AdamW's settings and the rate, with DeepSpeed's defaults in so many words. Its steps
-    are those that are made, whatever a step costs; here the first one counts as 1, there as 0."""
+    """optimizer and scheduler -> AdamW's settings and the rate, with DeepSpeed's defaults in so many words; without a
+    scheduler the rate is level. Its steps are those that are made, whatever a step costs; here the first one counts as
+    1, there as 0. (The loss scale has no hysteresis here: it falls at the first overflow.)"""
     flags, rate = [], 1e-3
+    steady = ["--lr_decay=constant", "--warmup_tokens=0"] if "optimizer" in config and "scheduler" not in config else []
     if "optimizer" in config:
         need(config["optimizer"], "optimizer", "type")
         p = {"lr": rate, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
@@ -226,7 +228,7 @@ def optimizer_flags(config):
             floor = rate * params.get("cos_min_ratio", 1e-4) if kind == "WarmupCosineLR" else 0.0
             flags += [f"--lr_decay={'cosine' if kind == 'WarmupCosineLR' else 'linear'}", f"--min_lr={floor:g}",
                       f"--decay_tokens={need(params, 'scheduler.params', 'total_num_steps')}steps"]
-    return flags + ([f"--learning_rate={rate}"] if flags else [])
+    return flags + steady + ([f"--learning_rate={rate}"] if flags else [])
 
 
 def memory_flags(config):
@@ -234,11 +236,14 @@ def memory_flags(config):
     zero, flags = config.get("zero_optimization", {}), []
     if zero.get("stage", 0):
         flags.append(f"--parallel=zero{zero['stage']}")
-        for key in ("offload_param", "offload_optimizer"):      # cpu takes weights, gradients and moments to the host
-            device = zero.get(key, {}).get("device", "none")
-            if device != "none":
-                where = "cpu" if device == "cpu" else f"disk:{need(zero[key], f'zero_optimization.{key}', 'nvme_path')}"
-                flags = flags[:1] + [f"--offload={where}"]
+        devices = {key: zero.get(key, {}).get("device", "none") for key in ("offload_param", "offload_optimizer")}
+        devices = {key: device for key, device in devices.items() if device != "none"}
+        if len(set(devices.values())) == 2:
+            raise ValueError("zero_optimization.offload_param and offload_optimizer must name one device: here cpu "
+                             "takes weights, gradients and moments to the host, and nvme the moments on to the disk")
+        for key, device in list(devices.items())[:1]:
+            flags.append("--offload=cpu" if device == "cpu" else
+                         f"--offload=disk:{need(zero[key], f'zero_optimization.{key}', 'nvme_path')}")
     return flags + ["--recompute=block"] * ("activation_checkpointing" in config)
 
 

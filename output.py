@@ -17,10 +17,20 @@ import torch
 from checkpoint import print0
 from data import write_atomic
 
+torn = set()        # files whose last line a full disk cut short
+
 
 def append_line(fd, record):
-    """One JSON line in one write, so that ranks can share a file and a kill leaves no half line."""
-    os.write(fd, (json.dumps(record) + "\n").encode())
+    """One JSON line in one write, so that ranks can share a file and a kill leaves no half line. A full disk costs
+    lines, which is said once, and not the run."""
+    line = ("\n" * (fd in torn) + json.dumps(record) + "\n").encode()
+    try:
+        written = os.write(fd, line)
+    except OSError as e:
+        written = 0
+        if fd not in torn:
+            print(f"a line of the log or trace could not be written ({e}); the run goes on", flush=True)
+    torn.discard(fd) if written == len(line) else torn.add(fd)
 
 
 def start_wandb(folder, config, group):
@@ -36,9 +46,9 @@ def start_wandb(folder, config, group):
 
 
 class TensorBoard:
-    def __init__(self, folder):
+    def __init__(self, folder, start):
         from torch.utils.tensorboard import SummaryWriter
-        self.writer = SummaryWriter(folder)
+        self.writer = SummaryWriter(folder, purge_step=start)       # steps that a resume repeats
         print0(f"tensorboard: --logdir {folder}")
 
     def log(self, record):
@@ -84,11 +94,14 @@ class Profile:
     def __init__(self, text, folder, device):
         self.first, steps = map(int, text.split(":"))
         self.end, self.folder, self.device, self.profiler = self.first + steps, folder, device, None
+        self.steps = range(self.first, self.end)
+        self.began = False
 
     def at(self, step):
-        """Called before every step, and once behind the last."""
+        """Called before every step."""
         from torch import profiler
-        if step == self.first:
+        if step in self.steps and not self.began:
+            self.began = True
             kinds = [profiler.ProfilerActivity.CPU] + [profiler.ProfilerActivity.CUDA] * (self.device != "cpu")
             self.profiler, self.start = profiler.profile(activities=kinds), time.perf_counter()
             self.profiler.start()
@@ -96,6 +109,8 @@ class Profile:
             self.finish()
 
     def finish(self):
+        if not self.began:
+            print0(f"profile: the run had none of the steps {self.first} to {self.end - 1}")
         if self.profiler is None:
             return
         if self.device != "cpu":
@@ -165,4 +180,7 @@ def plot_loss(folder):
         ax.plot(*zip(*sorted((r["layer_tokens"], r[key]) for r in records.values())), label=label, linewidth=1)
     ax.set(xlabel="layer-tokens", ylabel="loss (nats a token)")
     ax.legend()
-    write_atomic(Path(folder) / "loss.png", lambda f: figure.savefig(f, dpi=120, format="png"))
+    try:
+        write_atomic(Path(folder) / "loss.png", lambda f: figure.savefig(f, dpi=120, format="png"))
+    except OSError as e:
+        print0(f"loss.png: not drawn ({e})")

@@ -10,7 +10,8 @@
 
 They multiply: ranks = pp x dp x tp, tensor parallelism inside, so that its ranks are neighbours. zero1 to zero3, tp
 and pp stand on FSDP2 (torch.distributed.fsdp.fully_shard) with the switches set to what the names mean; between steps
-it shards the weights under all three, so each is at least what it says. Names and savings: "ZeRO", arXiv 1910.02054
+it shards the weights under all three, so each is at least what it says; a pipeline's stage, though, sums gradients once
+a step under all. Names and savings: "ZeRO", arXiv 1910.02054
 section 5; tp: "Megatron-LM", arXiv 1909.08053 section 3; pp: GPipe, arXiv 1811.06965, 1F1B: arXiv 2104.04473.
 """
 import contextlib
@@ -54,7 +55,9 @@ def stage(model, index, n):
     """Part `index` of n of a model: the same modules under the same names, with the layers of the others taken out,
     and the embedding and the head, where they belong to others."""
     part, L = copy.copy(model), len(model.blocks)
-    part._modules = dict(model._modules)
+    for name, value in vars(model).items():         # modules, and hooks, which FSDP2 hangs on each part by itself
+        if isinstance(value, dict):
+            part.__dict__[name] = copy.copy(value)
     mine = range(L * index // n, L * (index + 1) // n)
     part.blocks = torch.nn.ModuleList(block if i in mine else None for i, block in enumerate(model.blocks))
     if index > 0:
@@ -103,16 +106,16 @@ class Engine:
         """Turns the error of a message that never came into one line that names the ranks which are silent."""
         text = " ".join(str(e).split())
         if not issubclass(kind, RuntimeError) or not any(
-                word in text.lower() for word in ("timed out", "timeout", "connection", "gloo", "nccl")):
+                word in text.lower() for word in ("timed out", "connection", "gloo/", "nccl error", "communicator")):
             return sys.__excepthook__(kind, e, trace)
         try:
             self.store.set_timeout(timedelta(seconds=5))
             self.store.set(str(self.rank), f"{self.step} waits")
-            time.sleep(2)       # all that wait wake up at about the same time
+            time.sleep(2 if self.rank else 4)       # all wake up at about the same time, and rank 0 may hold the store
             seen = [self.store.get(str(r)).decode() for r in range(self.world)]
             who = "; ".join(f"rank {r} is silent since step {s}" for r, s in enumerate(seen) if not s.endswith("waits"))
         except RuntimeError:
-            who = "their common store is gone, too, and with it the first host"
+            who = "their common store is gone, too, and with it rank 0 or its host"
         print(f"[rank {self.rank}] error: another rank is lost, or hangs longer than --dist_timeout={self.timeout} s "
               f"({text[:160]}); {who or 'all ranks say so'}; start again with --resume", file=sys.stderr, flush=True)
         os._exit(1)             # no clean-up: it would wait for the lost one
@@ -299,7 +302,7 @@ class Engine:
                 return torch.zeros_like(p)
             piece = local(p)
             with tempfile.NamedTemporaryFile(dir=folder, prefix=f"rank{self.rank}-") as f:
-                f.truncate(max(1, piece.numel()) * 4)
+                os.posix_fallocate(f.fileno(), 0, max(1, piece.numel()) * 4)        # a full disk says so here
                 mapped = torch.from_file(f.name, shared=True, size=max(1, piece.numel()))[:piece.numel()]
             mapped = mapped.view(piece.shape)
             if piece is p:

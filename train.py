@@ -57,6 +57,8 @@ def main():
                          "resume, give its settings with --resume")
     if found:
         path, content = found
+        if "vocab_size" not in content:
+            raise ValueError(f"{path} is of an older version of this code: go on with that one, or start another run")
         cfg = resumed(cfg, given, path, content["config"])
         device, _ = pick_device(cfg)
     elif reads:
@@ -144,7 +146,8 @@ def main():
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        old = [] if found else [*checkpoint.checkpoints(out), out / "log.jsonl", out / "loss.png"]
+        old = [] if found else [*checkpoint.checkpoints(out), *out.glob("events.out.tfevents.*"), out / "log.jsonl",
+                                out / "loss.png", out / "trace.json"]
         for stale in [*out.glob("*.tmp"), *old]:        # what a killed process was writing, an overwritten run left
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink(missing_ok=True)
         if cfg.trace and not found:
@@ -172,7 +175,7 @@ def main():
                         for shape in ((), (2,)))
     engine.add_moments(optimizer)
     state = engine.state(optimizer) | ({} if score is None else {"score": {"score": score}})
-    saver = checkpoint.Saver(out, rank, engine.sharded or cfg.ckpt_async, not cfg.ckpt_async)
+    saver = checkpoint.Saver(out, rank, engine.sharded or cfg.ckpt_async, not cfg.ckpt_async, cfg.dist_timeout)
     if found:
         seconds, skipped, scale, good = (content[k] for k in ("seconds", "skipped", "scale", "good"))
         checkpoint.load(path, content, state)
@@ -189,7 +192,7 @@ def main():
            f"pool {' '.join(cfg.pool)} | seqlen {cfg.seqlen} | ltd {cfg.ltd}\nltd: {kernel}")
     trackers = Trackers(
         wandb=cfg.wandb and rank == 0 and (lambda: start_wandb(out, dataclasses.asdict(cfg) | about, cfg.wandb_group)),
-        tensorboard=cfg.tensorboard and rank == 0 and (lambda: TensorBoard(out)))
+        tensorboard=cfg.tensorboard and rank == 0 and (lambda: TensorBoard(out, start)))
     profile = Profile(cfg.profile, out, device) if cfg.profile and rank == 0 else None
     if rank == 0:
         append_line(log, {"config": dataclasses.asdict(cfg), **about, "start": start})
@@ -254,6 +257,7 @@ def main():
             break
 
         # forward and backward, micro-batch by micro-batch
+        saver.finish(wait=False)
         if profile:
             profile.at(step)
         t0 = time.perf_counter()

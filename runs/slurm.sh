@@ -7,13 +7,22 @@
 #SBATCH --time=24:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=TERM@120
-# Under slurm:  sbatch runs/slurm.sh --data=data/mine --out=/shared/run --model=gpt2-xl --parallel=zero3 --recompute=block
-# Two minutes before the time is over, and when the job is preempted, SIGTERM reaches the ranks: they save after the step
-# under way and end. The requeued job resumes there. torchrun gives its ranks 30 s for that: choose --ckpt_async, or
-# smaller shards by more ranks, where a checkpoint takes longer. Not tried on a cluster of ours: it is the plain use of srun.
+#SBATCH --signal=B:TERM@120
+# Under slurm:  sbatch runs/slurm.sh --data=data/mine --out=/shared/run --model=gpt2-xl --global_batch=384 --parallel=zero2
+# Two minutes before the time is over, and when the job is preempted, SIGTERM reaches this script and is handed on: the
+# ranks save after the step under way and end, and the job is queued again, to resume there. torchrun gives its ranks 30 s
+# for that: take --ckpt_async, or more ranks with smaller shards, where a checkpoint takes longer. Not tried on a cluster.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch}"
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1)
 export ID=$SLURM_JOB_ID PORT=$((20000 + SLURM_JOB_ID % 20000))
-srun --kill-on-bad-exit=0 runs/hosts.sh "$first" "$SLURM_JOB_NUM_NODES" "${SLURM_GPUS_ON_NODE:-8}" "$@"
+srun --kill-on-bad-exit=0 runs/hosts.sh "$first" "$SLURM_JOB_NUM_NODES" "${SLURM_GPUS_ON_NODE:-8}" "$@" &
+step=$! told=
+trap 'told=1; kill -TERM $step' TERM
+code=0
+wait $step || code=$?
+if [ -n "$told" ]; then         # the first wait ended with the signal
+    wait $step || true
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
