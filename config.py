@@ -34,7 +34,9 @@ class Config:
     pos: str = "learned"        # positions: learned or rotary
     dropout: float = 0.0        # 0 is good for pretraining
     bias: bool = False          # biases in Linear and LayerNorm
+    gelu: str = "none"          # its approximation: none, or tanh, with which GPT-2 was trained
     init_std: float = 0.02      # standard deviation of the initial weights
+    init_from: str = ""         # folder with a GPT-2 in Hugging Face's layout to begin with; it sets shape and context
     # budget, batch, optimizer
     train_tokens: int = 2_000_000  # the budget, counted in --budget units
     budget: str = "layer_tokens"  # layer_tokens (compute), tokens (with a loss), or steps (each counted as a plain one)
@@ -99,7 +101,7 @@ class Config:
     plot: bool = False          # with --plan: draw it to plan.png
     probe: str = ""             # find start and duration of seqlen, ltd or pool by short tries, and end
     sample: bool = False        # with --resume: print text from the newest checkpoint and end
-    export: str = ""            # with --resume: write the newest checkpoint's weights to this plain file and end
+    export: str = ""            # with --resume: write the newest checkpoint's weights and end: FILE.pt, or hf:FOLDER
     prompt: str = ""            # what the sample begins with
     max_new_tokens: int = 200   # length of a sample
     temperature: float = 0.8    # of a sample; 0 takes the likeliest token
@@ -238,7 +240,16 @@ def loss_scale(cfg):
 def settle(cfg, given, device):
     """Fill in what the flags left open: the named model, the larger size for a GPU, the default pool, the data."""
     size = {}
-    if cfg.model:
+    if cfg.init_from:
+        import hf
+        size = hf.read_config(cfg.init_from)
+        wrong = [name for name in size.keys() & given if getattr(cfg, name) != size[name]
+                 and not (name == "block_size" and cfg.block_size < size[name])]
+        if wrong or cfg.model:
+            raise ValueError(f"--{(wrong or ['model'])[0]} does not go with --init_from={cfg.init_from}, which has "
+                             f"{size}; leave it out (a shorter --block_size may be given)")
+        del size["vocab_size"]
+    elif cfg.model:
         if cfg.model not in SIZES:
             raise ValueError(f"--model={cfg.model} is unknown; it takes {', '.join(SIZES)}")
         size = dict(zip(("n_layer", "n_embd", "n_head", "block_size", "init_std"), SIZES[cfg.model]))

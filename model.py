@@ -71,9 +71,9 @@ def rotate(x, cos, sin):
 class Block(nn.Module):
     """Attention and MLP, each behind a LayerNorm and inside a residual. Works on all T tokens or on K of them."""
 
-    def __init__(self, n_embd, n_head, dropout=0.0, bias=False):
+    def __init__(self, n_embd, n_head, dropout=0.0, bias=False, gelu="none"):
         super().__init__()
-        self.n_head, self.dropout = n_head, dropout
+        self.n_head, self.dropout, self.gelu = n_head, dropout, gelu
         self.ln_1 = LayerNorm(n_embd, bias=bias)
         self.c_attn = Linear(n_embd, 3 * n_embd, bias=bias)
         self.attn_proj = Linear(n_embd, n_embd, bias=bias)
@@ -94,7 +94,7 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
         y = self.attn_proj(y.transpose(1, 2).reshape(B * t, -1)).view(B, t, C)   # (B, H, t, D) -> (B, t, C)
         x = x + (F.dropout(y, p) if p else y)
-        h = F.gelu(self.c_fc(self.ln_2(x).view(B * t, C)))                       # (B*t, C) -> (B*t, 4C)
+        h = F.gelu(self.c_fc(self.ln_2(x).view(B * t, C)), approximate=self.gelu)   # (B*t, C) -> (B*t, 4C)
         y = self.mlp_proj(h).view(B, t, C)                                       # (B*t, 4C) -> (B, t, C)
         return x + (F.dropout(y, p) if p else y)
 
@@ -104,18 +104,19 @@ class GPT(nn.Module):
     token dropping applies to; all but the first and the last where nothing is said (2211.11586 section 3)."""
 
     def __init__(self, vocab_size, block_size, n_layer, n_head, n_embd, dropout=0.0, bias=False, pos="learned",
-                 init_std=0.02, recompute="none", dtype=torch.float32, ltd_layers=None):
+                 init_std=0.02, recompute="none", dtype=torch.float32, ltd_layers=None,
+                 gelu="none"):
         super().__init__()
         if n_embd % n_head or (pos == "rotary" and n_embd // n_head % 2):
             raise ValueError(f"--n_embd={n_embd} must be a multiple of --n_head={n_head}, "
                              "with an even head size for --pos=rotary")
-        if pos not in ("learned", "rotary"):
-            raise ValueError(f"--pos={pos} is unknown; it takes learned or rotary")
+        if pos not in ("learned", "rotary") or gelu not in ("none", "tanh"):
+            raise ValueError(f"--pos={pos} must be learned or rotary, and --gelu={gelu} none or tanh")
         self.block_size, self.dropout, self.recompute, self.dtype = block_size, dropout, RECOMPUTE[recompute], dtype
         self.ltd_layers = ltd_layers or range(1, n_layer - 1)
         self.wte = nn.Embedding(vocab_size, n_embd)
         self.wpe = nn.Embedding(block_size, n_embd) if pos == "learned" else None
-        self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout, bias) for _ in range(n_layer))
+        self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout, bias, gelu) for _ in range(n_layer))
         self.ln_f = LayerNorm(n_embd, bias=bias)
         self.head = Linear(n_embd, vocab_size, bias=False)
         self.head.weight = self.wte.weight                                       # tied

@@ -29,6 +29,7 @@ import checkpoint
 import curriculum
 import data
 import ds_config
+import hf
 import ltd
 import probe
 from checkpoint import print0
@@ -111,8 +112,10 @@ def main():
         torch.use_deterministic_algorithms(True)
     kernel = "off" if cfg.ltd == "off" else ltd.load_kernel(cfg.ltd_kernel, device)
     shape = (store.meta["vocab_size"], cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.dropout, cfg.bias,
-             cfg.pos, cfg.init_std, cfg.recompute, getattr(torch, cfg.dtype), plan.ltd_layers)
+             cfg.pos, cfg.init_std, cfg.recompute, getattr(torch, cfg.dtype), plan.ltd_layers, cfg.gelu)
     model = GPT(*shape)
+    if cfg.init_from and not found:
+        hf.load(cfg.init_from, model)
 
     def sample(model):
         """Text after the prompt; the same for the same seed."""
@@ -123,6 +126,8 @@ def main():
         return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
     if reads:
         checkpoint.load(path, content, {"model": dict(model.named_parameters())})
+        if cfg.export.startswith("hf:"):
+            return hf.save(model, dataclasses.asdict(cfg), cfg.export[3:])
         if cfg.export:
             return checkpoint.export(path, content, {"model": model.state_dict()}, cfg.export)
         return print(sample(model.to(device)))

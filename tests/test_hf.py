@@ -1,0 +1,94 @@
+"""hf.py: GPT-2 in transformers' layout computes the same in ours, trains on, and goes back. transformers is for the tests only."""
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import OFF, ok, refused, train
+
+import hf
+from model import GPT
+
+transformers = pytest.importorskip("transformers")
+T, V = 64, 257
+RUN = ["--device=cpu", "--global_batch=8", "--batch_size=4", "--eval_samples=8", "--eval_interval=1000", "--max_new_tokens=2", "--seed=1", "--train_tokens=4000", "--learning_rate=1e-3"]
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """A small GPT-2 with biases that are not zero, saved by transformers."""
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=V, n_positions=T, n_embd=32, n_layer=4, n_head=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0)).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=.15)
+    folder = tmp_path_factory.mktemp("hf") / "gpt2"
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def logits(ours, tokens):
+    """(B, T, V): ours gives the last position's, so of every prefix."""
+    return torch.stack([ours(tokens[:, :t + 1]) for t in range(tokens.size(1))], 1)
+
+
+@torch.no_grad()
+def test_logits_equal_those_of_transformers_and_a_shorter_context_takes_the_first_positions(theirs):
+    """1e-4 of logits of size 10: float32 sums in another order (seen: 2e-5)."""
+    model, folder = theirs
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, V, (3, 40)))
+    for block_size in (T, 40):
+        ours = GPT(V, block_size, 4, 2, 32, bias=True, gelu="tanh").eval()
+        hf.load(folder, ours)
+        assert (logits(ours, tokens) - model(tokens).logits).abs().max() < 1e-4
+        assert (logits(GPT(V, T, 4, 2, 32, bias=True).eval(), tokens) - model(tokens).logits).abs().max() > 1       # another model's differ
+
+
+def test_a_run_starts_from_it_resumes_and_goes_back_to_transformers(theirs, store, tmp_path):
+    """Validation at step 0 is transformers' own loss; the exported weights after training give our loss there, too."""
+    model, folder = theirs
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    flags = [*RUN, *OFF, f"--data={store}", f"--out={tmp_path}/run", f"--init_from={copy}"]
+    ok(train(*flags, "--stop_step=3"))
+    shutil.rmtree(copy)                                                     # a resume reads its checkpoint only
+    ok(train("--resume", f"--out={tmp_path}/run"))
+    ok(train("--resume", f"--out={tmp_path}/run", f"--export=hf:{tmp_path}/back"))
+    val = np.fromfile(store / "val.bin", np.uint16).astype(np.int64)
+    windows = torch.from_numpy(np.stack([val[i * T:i * T + T + 1] for i in np.arange(8) * ((len(val) - 1) // T) // 8]))
+
+    @torch.no_grad()
+    def loss(m):
+        out = m(windows[:, :-1]).logits
+        return torch.nn.functional.cross_entropy(out.reshape(-1, V), windows[:, 1:].reshape(-1)).item()
+    val_losses = [r["val_loss"] for r in map(json.loads, open(tmp_path / "run" / "log.jsonl")) if "val_loss" in r]
+    back = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back").eval()
+    assert val_losses[0] == pytest.approx(loss(model), abs=1e-4) and val_losses[-1] == pytest.approx(loss(back), abs=1e-4)
+    assert val_losses[-1] < val_losses[0] - .3
+
+
+def test_export_of_what_was_read_is_what_was_read(theirs, tmp_path):
+    model, folder = theirs
+    ours = GPT(V, T, 4, 2, 32, bias=True, gelu="tanh")
+    hf.load(folder, ours)
+    hf.save(ours, dict(hf.read_config(folder)), tmp_path / "back")
+    from safetensors.torch import load_file
+    a, b = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "back"))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_what_is_no_gpt2_is_refused_in_one_line(theirs, store, tmp_path):
+    model, folder = theirs
+    flags = [*RUN, *OFF, f"--data={store}", f"--out={tmp_path}/run"]
+    refused(train(*flags, f"--init_from={tmp_path}"), "config.json")
+    refused(train(*flags, f"--init_from={folder}", "--n_layer=6"), "--n_layer")
+    refused(train(*flags, f"--init_from={folder}", "--model=gpt2"), "--model")
+    for change, words in (({"activation_function": "relu"}, ["relu", "gelu_new"]), ({"model_type": "llama"}, ["llama"]), ({"vocab_size": 300}, None)):
+        bad = shutil.copytree(folder, tmp_path / str(change))
+        (bad / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | change))
+        if words:
+            refused(train(*flags, f"--init_from={bad}"), *words)
+    (bad / "model.safetensors").unlink()
+    refused(train(*flags, f"--init_from={bad}"), "safetensors")
+    ok(train(*flags, "--n_layer=4", "--n_embd=32", "--n_head=2", "--block_size=64", "--stop_step=1"))
+    refused(train("--resume", f"--out={tmp_path}/run", f"--export=hf:{tmp_path}/x"), "--gelu=tanh")
+    assert not (tmp_path / "x").exists()
