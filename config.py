@@ -35,6 +35,11 @@ class Config:
     dropout: float = 0.0        # 0 is good for pretraining
     bias: bool = False          # biases in Linear and LayerNorm
     gelu: str = "none"          # its approximation: none, or tanh, with which GPT-2 was trained
+    n_expert: int = 0           # mixture of experts: MLPs a layer to choose from; 0 = none
+    expert_top_k: int = 1       # experts that each token runs through
+    moe_every: int = 2          # every how manyth layer has experts
+    moe_balance: float = 0.01   # weight of the loss that evens out the experts' load
+    moe_z: float = 0.001        # weight of the loss that keeps the router's logits small
     init_std: float = 0.02      # standard deviation of the initial weights
     init_from: str = ""         # folder with a GPT-2 in Hugging Face's layout to begin with; it sets shape and context
     # budget, batch, optimizer
@@ -142,9 +147,10 @@ def pick_device(cfg):
 RANGES = {  # flag: (least, most); a bound in a string is left out itself
     **{flag: (1, math.inf) for flag in ("batch_size", "n_head", "n_embd", "n_layer", "block_size", "eval_interval",
                                         "save_interval", "keep_ckpts", "log_interval", "dist_timeout", "train_tokens",
-                                        "tp", "pp")},
+                                        "tp", "pp", "expert_top_k", "moe_every")},
     **{flag: (0, math.inf) for flag in ("seed", "eval_samples", "stop_step", "max_new_tokens", "temperature", "top_k",
-                                        "eps", "weight_decay", "grad_clip", "init_std", "learning_rate", "min_lr")},
+                                        "n_expert", "moe_balance", "moe_z", "eps",
+                                        "weight_decay", "grad_clip", "init_std", "learning_rate", "min_lr")},
     "dropout": (0, "1"), "beta1": (0, "1"), "beta2": (0, "1")}
 
 
@@ -164,12 +170,16 @@ def check(cfg, given, world):
     if cfg.profile and not re.fullmatch(r"\d+:[1-9]\d*", cfg.profile):
         raise ValueError(f"--profile={cfg.profile} must be START:STEPS, as 100:3")
     check_words(ltd_redraw=(cfg.ltd_redraw, ("layer", "once")), ltd_choice=(cfg.ltd_choice, ("random", "importance")))
+    if cfg.n_expert and (cfg.n_expert < max(2, cfg.expert_top_k) or cfg.moe_every > cfg.n_layer):
+        raise ValueError(f"--n_expert={cfg.n_expert} must be at least 2 and --expert_top_k={cfg.expert_top_k}, and "
+                         f"--moe_every={cfg.moe_every} not above --n_layer={cfg.n_layer}")
     if cfg.compile and cfg.recompute == "selective":
         raise ValueError("--recompute=selective does not go with --compile, which chooses by itself what to compute "
                          "again; leave one of the two out, or take --recompute=block")
     if not (cfg.plan or cfg.sample or cfg.export):
         check_layout(cfg, given, world)
-    for idle, flags, why in ((cfg.pp == 1, ("pp_schedule",), "--pp=1"),
+    for idle, flags, why in ((cfg.n_expert == 0, ("expert_top_k", "moe_every", "moe_balance", "moe_z"), "--n_expert=0"),
+                             (cfg.pp == 1, ("pp_schedule",), "--pp=1"),
                              (cfg.dtype in ("float32", "bfloat16"), ("loss_scale",), f"--dtype={cfg.dtype}"),
                              (cfg.ltd == "off", [f for f in given if f.startswith("ltd_")], "--ltd=off"),
                              (cfg.ltd_choice == "importance", ("ltd_redraw",), "--ltd_choice=importance"),
@@ -202,6 +212,7 @@ def check_layout(cfg, given, world):
             (not whole, f"needs a multiple of {cfg.tp * cfg.pp} ranks, not {world}: "
                         f"torchrun --nproc_per_node={cfg.tp * cfg.pp}"),
             (cfg.tp > 1 and cfg.n_head % cfg.tp, f"needs --n_head ({cfg.n_head}) to be a multiple of --tp"),
+            (cfg.tp > 1 and cfg.n_expert, "does not go with --n_expert: the experts are whole on each rank"),
             (cfg.tp * cfg.pp > 1 and cfg.dropout, "needs --dropout=0: the masks would depend on the layout"),
             (sharded and cfg.batch_ramp, "does not go with --batch_ramp: every rank needs as many samples"),
             (sharded and cfg.global_batch % dp, f"needs as many samples on each rank: --global_batch "

@@ -98,9 +98,10 @@ def load(folder, model):
 def save(model, config, folder):
     """Write a GPT with biases and tanh-GELU as transformers' GPT2LMHeadModel. config: of train.py, a dict."""
     from safetensors.torch import save as to_bytes
-    if not config["bias"] or config["gelu"] != "tanh" or config["pos"] != "learned":
-        raise ValueError("--export=hf: only a model with --bias --gelu=tanh --pos=learned is GPT-2; this one has bias "
-                         f"{config['bias']}, gelu {config['gelu']}, pos {config['pos']}; --export=model.pt takes any")
+    if config.get("n_expert") or not config["bias"] or config["gelu"] != "tanh" or config["pos"] != "learned":
+        raise ValueError("--export=hf: only a model with --bias --gelu=tanh --pos=learned and no experts is GPT-2; "
+                         f"this one has bias {config['bias']}, gelu {config['gelu']}, pos {config['pos']}; "
+                         "--export=model.pt takes any")
     params, tensors = dict(model.named_parameters()), {}
     for ours, theirs, matrix in names(config["n_layer"]):
         t = params[ours].detach()

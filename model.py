@@ -68,18 +68,81 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
+class _Aux(torch.autograd.Function):
+    """x as it is; on the way back the auxiliary loss gets the gradient `scale`. So it needs no way out of the block,
+    and recompute, pipelines and the reported loss know nothing of it."""
+
+    @staticmethod
+    def forward(ctx, x, aux, scale):
+        ctx.save_for_backward(scale)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        scale, = ctx.saved_tensors
+        return grad, scale, None
+
+
+class MoE(nn.Module):
+    """A mixture of experts instead of the MLP: each token runs through the top_k of n_expert MLPs that a linear router
+    finds likeliest, weighted by their probabilities (top_k > 1: made to sum to 1). None is dropped for want of room.
+
+    Two auxiliary losses, means over a micro-batch's tokens: balance, n_expert * sum_i f_i P_i, where f_i is the share
+    of assignments that expert i got and P_i its mean probability (Switch, arXiv 2101.03961 eq 4 to 6); and z, the mean
+    squared logsumexp of the router's logits (ST-MoE, arXiv 2202.08906 eq 5). Experts have no biases.
+    """
+
+    def __init__(self, n_embd, n_expert, top_k=1, balance=0.01, z=0.001, gelu="none"):
+        super().__init__()
+        self.n_expert, self.top_k, self.balance, self.z, self.gelu = n_expert, top_k, balance, z, gelu
+        self.router = Linear(n_embd, n_expert, bias=False)
+        self.fc = nn.Parameter(torch.empty(n_expert, 4 * n_embd, n_embd))
+        self.proj = nn.Parameter(torch.empty(n_expert, n_embd, 4 * n_embd))
+        # what a micro-batch's auxiliary loss weighs, set by the loop; and the tokens that each expert got
+        self.register_buffer("aux_scale", torch.zeros(()), persistent=False)
+        self.register_buffer("load", torch.zeros(n_expert), persistent=False)
+
+    def forward(self, x):
+        N, C = x.shape
+        logits = self.router(x)                                                  # (N, C) -> (N, E)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))     # a half is too coarse for a softmax
+        p = logits.softmax(-1)
+        weight, expert = p.topk(self.top_k)                                      # (N, k) twice
+        if self.top_k > 1:
+            weight = weight / weight.sum(-1, keepdim=True)
+        order = expert.view(-1).argsort(stable=True)                             # (N*k,) assignments, expert by expert
+        count = torch.bincount(expert.view(-1), minlength=self.n_expert)         # (E,)
+        token = order // self.top_k
+        # one product an expert, over its own tokens; reading the counts costs a GPU a sync
+        h = [F.linear(F.gelu(F.linear(part, self.fc[i].to(x.dtype)), approximate=self.gelu), self.proj[i].to(x.dtype))
+             for i, part in enumerate(x[token].split(count.tolist()))]           # (n_i, C) -> (n_i, 4C) -> (n_i, C)
+        y = torch.cat(h) * weight.view(-1)[order, None].to(x.dtype)              # (N*k, C)
+        y = torch.zeros_like(x).index_add(0, token, y)                           # (N*k, C) -> (N, C)
+        if self.training:
+            self.load += count
+            balance = self.n_expert * (count.to(p.dtype) / (N * self.top_k) * p.mean(0)).sum()
+            aux = self.balance * balance + self.z * logits.logsumexp(-1).square().mean()
+            y = _Aux.apply(y, aux, self.aux_scale)
+        return y
+
+
 class Block(nn.Module):
     """Attention and MLP, each behind a LayerNorm and inside a residual. Works on all T tokens or on K of them."""
 
-    def __init__(self, n_embd, n_head, dropout=0.0, bias=False, gelu="none"):
+    def __init__(self, n_embd, n_head, dropout=0.0, bias=False, gelu="none", moe=None):
         super().__init__()
         self.n_head, self.dropout, self.gelu = n_head, dropout, gelu
         self.ln_1 = LayerNorm(n_embd, bias=bias)
         self.c_attn = Linear(n_embd, 3 * n_embd, bias=bias)
         self.attn_proj = Linear(n_embd, n_embd, bias=bias)
         self.ln_2 = LayerNorm(n_embd, bias=bias)
-        self.c_fc = Linear(n_embd, 4 * n_embd, bias=bias)
-        self.mlp_proj = Linear(4 * n_embd, n_embd, bias=bias)
+        self.moe = moe
+        if moe is None:
+            self.c_fc = Linear(n_embd, 4 * n_embd, bias=bias)
+            self.mlp_proj = Linear(4 * n_embd, n_embd, bias=bias)
+
+    def mlp(self, x):
+        return self.mlp_proj(F.gelu(self.c_fc(x), approximate=self.gelu))        # (B*t, C) -> (B*t, 4C) -> (B*t, C)
 
     def forward(self, x, cos=None, sin=None):
         B, t, C = x.shape                                                        # t is T, or K in a dropped layer
@@ -94,8 +157,7 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
         y = self.attn_proj(y.transpose(1, 2).reshape(B * t, -1)).view(B, t, C)   # (B, H, t, D) -> (B, t, C)
         x = x + (F.dropout(y, p) if p else y)
-        h = F.gelu(self.c_fc(self.ln_2(x).view(B * t, C)), approximate=self.gelu)   # (B*t, C) -> (B*t, 4C)
-        y = self.mlp_proj(h).view(B, t, C)                                       # (B*t, 4C) -> (B, t, C)
+        y = (self.moe or self.mlp)(self.ln_2(x).view(B * t, C)).view(B, t, C)
         return x + (F.dropout(y, p) if p else y)
 
 
@@ -105,7 +167,7 @@ class GPT(nn.Module):
 
     def __init__(self, vocab_size, block_size, n_layer, n_head, n_embd, dropout=0.0, bias=False, pos="learned",
                  init_std=0.02, recompute="none", dtype=torch.float32, ltd_layers=None,
-                 gelu="none"):
+                 gelu="none", n_expert=0, expert_top_k=1, moe_every=2, moe_balance=0.01, moe_z=0.001):
         super().__init__()
         if n_embd % n_head or (pos == "rotary" and n_embd // n_head % 2):
             raise ValueError(f"--n_embd={n_embd} must be a multiple of --n_head={n_head}, "
@@ -116,7 +178,9 @@ class GPT(nn.Module):
         self.ltd_layers = ltd_layers or range(1, n_layer - 1)
         self.wte = nn.Embedding(vocab_size, n_embd)
         self.wpe = nn.Embedding(block_size, n_embd) if pos == "learned" else None
-        self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout, bias, gelu) for _ in range(n_layer))
+        self.blocks = nn.ModuleList(
+            Block(n_embd, n_head, dropout, bias, gelu, MoE(n_embd, n_expert, expert_top_k, moe_balance, moe_z, gelu)
+                  if i in moe_layers(n_layer, n_expert, moe_every) else None) for i in range(n_layer))
         self.ln_f = LayerNorm(n_embd, bias=bias)
         self.head = Linear(n_embd, vocab_size, bias=False)
         self.head.weight = self.wte.weight                                       # tied
@@ -126,7 +190,8 @@ class GPT(nn.Module):
                 self.register_buffer(name, table, persistent=False)
         for name, p in self.named_parameters():
             if p.dim() > 1:     # GPT-2: what writes into the residual stream is scaled down by the number of writers
-                nn.init.normal_(p, std=init_std / math.sqrt(2 * n_layer) if name.endswith("_proj.weight") else init_std)
+                nn.init.normal_(p, std=init_std / math.sqrt(2 * n_layer)
+                                if name.endswith(("_proj.weight", "moe.proj")) else init_std)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
@@ -190,10 +255,18 @@ class GPT(nn.Module):
         return tokens
 
 
-def forward_flops(n_layer, n_embd, vocab_size, T, K=None, n_ltd=0, causal=True):
+def moe_layers(n_layer, n_expert, moe_every):
+    """The layers with experts: every moe_every-th one, from the moe_every-th on."""
+    return range(moe_every - 1, n_layer, moe_every) if n_expert else range(0)
+
+
+def forward_flops(n_layer, n_embd, vocab_size, T, K=None, n_ltd=0, causal=True, moe=(0, 0), n_expert=0, expert_top_k=1):
     """FLOPs of the forward pass of one row of T tokens; the backward pass costs twice that. K: kept tokens of the n_ltd
     dropped layers. A layer on t rows: 24 C^2 t + 2 t^2 C (4 t^2 C if not causal); the head: 2 V C T. Only what
-    dropping leaves is counted, so that a utilisation computed from it is not flattered."""
+    dropping leaves is counted, so that a utilisation computed from it is not flattered. moe: how many layers with
+    experts see T and K tokens: one adds the router's 2 E C t, and 16 C^2 t for every expert beyond a token's first."""
     def layer(t):
         return 24 * n_embd**2 * t + (2 if causal else 4) * t**2 * n_embd
-    return (n_layer - n_ltd) * layer(T) + n_ltd * layer(T if K is None else K) + 2 * vocab_size * n_embd * T
+    K = T if K is None else K
+    experts = (2 * n_expert * n_embd + 16 * n_embd**2 * (expert_top_k - 1)) * (moe[0] * T + moe[1] * K)
+    return (n_layer - n_ltd) * layer(T) + n_ltd * layer(K) + experts + 2 * vocab_size * n_embd * T

@@ -154,6 +154,7 @@ class Engine:
             self.twin = self.named["wte.weight"]
         self.named = dict(sorted(self.named.items(), key=lambda item: item[1].dim() <= 1))      # matrices first
         self.params = list(self.named.values())
+        self.experts = [m for part in self.parts for m in part.modules() if hasattr(m, "aux_scale")]
         # the share of a tensor's squares that this rank adds to the norm: who holds the same piece adds the same
         self.shares = [0.0 if p is self.twin and self.last else self._pieces(p) * self.pp / self.world
                        for p in self.params]
@@ -217,6 +218,8 @@ class Engine:
         """Forward and backward pass of rows x, y (b, T); gradients of factor times the summed loss are added up, and
         meet the other ranks' at the `last` micro-batch of a step (zero2, zero3: at every one, which is what keeps them
         sharded). Returns the detached loss, () or with reduction="none" (b*T,); a pipeline's ranks without it 0."""
+        for moe in self.experts:        # the weight of a micro-batch's auxiliary losses: its tokens among all
+            moe.aux_scale.fill_(factor * (self.micro_rows if self.pp > 1 else len(x)) * x.size(1))
         if self.pp > 1:
             return self._pipeline(x, y, keep, factor)
         context = contextlib.nullcontext()
@@ -275,6 +278,13 @@ class Engine:
             return kind(stages, n_micro, **options)
         kind = pipelining.Schedule1F1B if training and self.pp_schedule == "1f1b" else pipelining.ScheduleGPipe
         return kind(stages[0], n_micro, **options)
+
+    def expert_shares(self):
+        """What share of this rank's tokens each expert got since the last call: a list a layer with experts."""
+        shares = [(moe.load / moe.load.sum().clamp(min=1)).tolist() for moe in self.experts]
+        for moe in self.experts:
+            moe.load.zero_()
+        return [[round(share, 4) for share in layer] for layer in shares]
 
     def grads(self):
         """This rank's pieces of the gradients, in the order of `params`."""

@@ -36,7 +36,7 @@ from checkpoint import print0
 from config import (CALL, EMBEDDED, Config, check, ensure_embedded, loss_scale, pick_device, plan_of,
                     resumed, settle, store_for_plan)
 from flags import flag_words, parse_flags, run_command
-from model import GPT, forward_flops
+from model import GPT, forward_flops, moe_layers
 from output import (Profile, TensorBoard, Trackers, append_line, device_name, git_hash, peak_flops, peak_memory,
                     plot_loss, read_log, start_wandb)
 from parallel import Engine
@@ -112,7 +112,8 @@ def main():
         torch.use_deterministic_algorithms(True)
     kernel = "off" if cfg.ltd == "off" else ltd.load_kernel(cfg.ltd_kernel, device)
     shape = (store.meta["vocab_size"], cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.dropout, cfg.bias,
-             cfg.pos, cfg.init_std, cfg.recompute, getattr(torch, cfg.dtype), plan.ltd_layers, cfg.gelu)
+             cfg.pos, cfg.init_std, cfg.recompute, getattr(torch, cfg.dtype), plan.ltd_layers, cfg.gelu,
+             cfg.n_expert, cfg.expert_top_k, cfg.moe_every, cfg.moe_balance, cfg.moe_z)
     model = GPT(*shape)
     if cfg.init_from and not found:
         hf.load(cfg.init_from, model)
@@ -238,8 +239,11 @@ def main():
     layers = torch.tensor(plan.ltd_layers, device=device)
     if cfg.ltd_redraw == "once":                        # the draw is keyed on the layer: one key, one draw
         layers = layers[:1].repeat(n_ltd)
+    with_experts = moe_layers(cfg.n_layer, cfg.n_expert, cfg.moe_every)
+    moe = [sum((i in plan.ltd_layers) == dropped for i in with_experts) for dropped in (False, True)]
     # backward costs twice the forward pass
-    flops = np.array([3 * r * forward_flops(cfg.n_layer, cfg.n_embd, vocab_size, T, K, n_ltd)
+    flops = np.array([3 * r * forward_flops(cfg.n_layer, cfg.n_embd, vocab_size, T, K, n_ltd, True, moe, cfg.n_expert,
+                                            cfg.expert_top_k)
                       for r, T, K in zip(plan.rows.tolist(), plan.length.tolist(), plan.keep.tolist())], float)
     peak = peak_flops(device) * world
     batches = data.prefetch(make_batch, start, plan.steps)
@@ -350,7 +354,8 @@ def main():
             record_line({"step": step, "loss": mean, "lr": lr, "pool": int(plan.pool[step]), "length": T, "keep": K,
                          "norm": norm, "skipped": skipped, "ms": dt * 1e3, "tok_s": fed / busy,
                          "mfu": mfu if peak == peak else None, "data_wait": idle / busy,
-                         "memory_mb": peak_memory(device) >> 20, "seconds": seconds, **spent})
+                         "memory_mb": peak_memory(device) >> 20, "seconds": seconds, **spent,
+                         **({"expert_shares": engine.expert_shares()} if with_experts else {})})
 
     # the end
     batches.close()
