@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import Config
+from config import LAYOUT, Config
 from output import read_log
 
 
@@ -51,6 +51,7 @@ def arm_of(config):
         parts.append(kind + f" constant {start}" * (start == end) + " one draw" * (c["ltd_redraw"] == "once")
                      + {"ends": "", "first": ", last layer too", "last": ", first layer too",
                         "none": ", first and last layer too"}[c["ltd_dense"]])
+    parts += [f"{c['n_expert']} experts"] * (c["n_expert"] > 0)
     if c["batch_ramp"]:
         parts = [f"dense, batches as {' + '.join(parts)}"]
     rate = f", rate by {c['lr_unit']}" * (c["lr_unit"] not in ("", c["budget"]))
@@ -60,11 +61,12 @@ def arm_of(config):
 DEFAULTS = dataclasses.asdict(Config())     # runs of an earlier version lack some flags
 # what makes an arm; all else is the same for all arms of a table
 OF_AN_ARM = {"pool", "pool_order", "seqlen", "seqlen_multiple", "ltd", "ltd_multiple", "ltd_dense", "ltd_redraw",
-             "ltd_choice", "batch_ramp", "lr_unit", "warmup_tokens", "decay_tokens"}
+             "ltd_choice", "batch_ramp", "n_expert", "expert_top_k", "moe_every", "moe_balance", "moe_z", "lr_unit",
+             "warmup_tokens", "decay_tokens"}
 # what runs of one arm may differ in
 OF_A_RUN = {"seed", "learning_rate", "min_lr", "out", "resume", "overwrite", "stop_step", "trace", "wandb",
             "keep_ckpts", "save_interval", "log_interval", "eval_interval", "data", "device", "ltd_kernel",
-            "dist_timeout", "wandb_group"}
+            "dist_timeout", "wandb_group", "recompute", "ckpt_async", "tensorboard", "profile", "export", *LAYOUT}
 # two-sided 95 % points of Student's t, by degrees of freedom
 T95 = [math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26]
 

@@ -53,6 +53,8 @@ arm() {         # the flags of an arm; the defaults are voc + truncate + LTD
         bypass)       echo "$off $ltd --ltd_choice=importance" ;;
         ltd_steps)    echo "$off $ltd --lr_unit=steps" ;;
         all)          echo "$cl --seqlen=truncate:$len $ltd" ;;
+        moe)          echo "$off --ltd=off --n_expert=8" ;;     # these two only if ARMS names them
+        moe_ltd)      echo "$off $ltd --n_expert=8" ;;
         all_steps)    echo "$cl --seqlen=truncate:$len $ltd --lr_unit=steps" ;;
         *) die "ARMS: $1 is no arm" ;;
     esac
