@@ -1,8 +1,9 @@
 """`python bench.py engines`: memory of a rank and time of a step under every engine, by train.py itself under torchrun.
 
 Theory for N ranks and P weights in float32, AdamW: 16 P bytes where everything is whole (weights, gradients, two
-moments: 4 P each). FSDP2 keeps a whole copy beside the shards while it works: of weights and gradients under zero1, of
-weights under zero2, of one block under zero3.
+moments: 4 P each). FSDP2 keeps a whole copy beside the shards while it works: of weights and gradients under zero1, tp
+and pp, of weights under zero2, of one block under zero3. Under tp and pp a rank has its share of the blocks, and the
+embedding whole. Not in it: activations, buffers of messages, the embedding's whole copy under zero3.
 """
 import contextlib
 import json
@@ -36,11 +37,13 @@ class EnginesConfig:
 
 # glibc keeps most of what is freed: told not to, a process is as large as what it holds
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "200000", "MALLOC_TRIM_THRESHOLD_": "200000"}
-LAYOUTS = {     # flags: bytes a weight on a rank of N
-    "--parallel=ddp": lambda N: 16, "--parallel=zero1": lambda N: 8 + 16 / N, "--parallel=zero2": lambda N: 4 + 16 / N,
-    "--parallel=zero3": lambda N: 16 / N, "--parallel=zero3 --offload=cpu": lambda N: 16 / N,
-    "--parallel=zero3 --recompute=block": lambda N: 16 / N, "--parallel=zero3 --offload=disk:DISK": lambda N: 8 / N,
-    "--tp=N": lambda N: 16 / N, "--pp=N": lambda N: 16 / N}
+LAYOUTS = {     # flags: bytes a weight on a rank of N; share: of the weights that a rank has under tp or pp
+    "--parallel=ddp": lambda N, share: 16, "--parallel=zero1": lambda N, share: 8 + 16 / N,
+    "--parallel=zero2": lambda N, share: 4 + 16 / N, "--parallel=zero3": lambda N, share: 16 / N,
+    "--parallel=zero3 --offload=cpu": lambda N, share: 16 / N,
+    "--parallel=zero3 --recompute=block": lambda N, share: 16 / N,
+    "--parallel=zero3 --offload=disk:DISK": lambda N, share: 16 / N,        # 8 / N of it mapped files
+    "--tp=N": lambda N, share: 24 * share, "--pp=N": lambda N, share: 24 * share}
 
 
 def run(cfg, folder, name, *flags):
@@ -81,6 +84,7 @@ def bench_engines(cfg):
     with torch.device("meta"):
         P = GPT(cfg.vocab_size, cfg.block_size, n_layer, n_head, n_embd).n_params()
     N, result = cfg.ranks, {}
+    share = (cfg.vocab_size * n_embd + (P - cfg.vocab_size * n_embd) / N) / P
     with tempfile.TemporaryDirectory(prefix="winnow-") as folder:
         folder = Path(folder)
         (folder / "data").mkdir()
@@ -100,9 +104,9 @@ def bench_engines(cfg):
                 words = flags.replace("DISK", f"{folder}/moments").replace("=N", f"={N}").split()
                 mb, ms = run(cfg, folder, str(i), *words)
                 mb -= base
-                result[flags] = dict(mb=mb, ms=round(ms, 1), bytes=round(mb * 2**20 / P, 2), theory=theory(N))
+                result[flags] = dict(mb=mb, ms=round(ms, 1), bytes=round(mb * 2**20 / P, 2), theory=theory(N, share))
                 first = next(iter(result.values()))
-                print(f"| `{flags}` | {mb} | {mb * 2**20 / P:.1f} | {theory(N):.1f} | {mb / first['mb']:.2f} | "
+                print(f"| `{flags}` | {mb} | {mb * 2**20 / P:.1f} | {theory(N, share):.1f} | {mb / first['mb']:.2f} | "
                       f"{ms:.0f} | {ms / first['ms']:.2f} |", flush=True)
     print(json.dumps({"bench": "engines", "model": cfg.model, "params": P, "ranks": N, "base_mb": base,
                       "layouts": result}))

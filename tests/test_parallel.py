@@ -27,8 +27,8 @@ def losses(out):
     return {r["step"]: r["val_loss"] for r in map(json.loads, open(out / "log.jsonl")) if "val_loss" in r}
 
 
-def launch(*words, ranks=2, options=("--standalone",), **kw):
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *options, f"--nproc_per_node={ranks}", *map(str, words)], cwd=ROOT, env=ENV | kw.pop("env", {}), text=True, **kw)
+def launch(*words, ranks=2, options=("--standalone",), prefix=(), **kw):
+    return subprocess.Popen([*prefix, sys.executable, "-m", "torch.distributed.run", *options, f"--nproc_per_node={ranks}", *map(str, words)], cwd=ROOT, env=ENV | kw.pop("env", {}), text=True, **kw)
 
 
 def many(tmp_path, runs, ranks):
@@ -285,21 +285,31 @@ def test_a_hung_rank_ends_the_run_with_a_named_timeout(store, tmp_path):
         end(agent)
 
 
-def test_two_hosts_meet_and_one_goes_on_when_the_other_is_lost(store, tmp_path):
+def test_two_hosts_meet_and_one_goes_on_when_the_other_is_lost(store, tmp_path, request):
     """Two agents, at 127.0.0.1, where the rendezvous is, and 127.0.0.2, each with a rank; nothing is shared but data and the run's folder. The second loses
     its agent and rank by SIGKILL, and the first goes on alone from the last checkpoint: samples and kept tokens as ever.
-    With REJOIN in the environment the second comes back, and both go on."""
+    With REJOIN in the environment the second comes back, and both go on; with NETNS each has a network of its own, joined
+    by a virtual cable (needs root)."""
     back = "REJOIN" in os.environ
     flags = [*TINY, *ON, f"--data={store}", f"--train_tokens={500_000 if back else 40_000}", "--save_interval=5", "--parallel=zero2", "--dist_timeout=20",
              "--learning_rate=2e-4"]        # at a high rate 1,000 steps blow the last bit up
     ok(train(*flags, f"--out={tmp_path}/one", f"--trace={tmp_path}/one.jsonl", "--parallel=ddp"))
     want, t = joined(trace(tmp_path / "one.jsonl")), tmp_path / "t.jsonl"
     port = random.Random().randint(20000, 60000)
+    addresses, prefix, cable = ("127.0.0.1", "127.0.0.2"), ((), ()), {}
+    if "NETNS" in os.environ:
+        names = [f"winnow{port}{i}" for i in (0, 1)]
+        addresses, prefix, cable = ("10.77.0.1", "10.77.0.2"), [("ip", "netns", "exec", name) for name in names], {"GLOO_SOCKET_IFNAME": "cable"}
+        for words in (*[f"netns add {name}" for name in names], f"link add cable netns {names[0]} type veth peer name cable netns {names[1]}",
+                      *[f"-n {name} addr add {address}/24 dev cable" for name, address in zip(names, addresses)], *[f"-n {name} link set {dev} up" for name in names for dev in ("lo", "cable")]):
+            subprocess.run(["ip", *words.split()], check=True)
+            request.addfinalizer(lambda: [subprocess.run(["ip", "netns", "del", name], capture_output=True) for name in names])
+
     def host(i):
         return launch(ROOT / "train.py", *flags, f"--out={tmp_path}/run", f"--trace={t}", "--resume", ranks=1, stdout=open(tmp_path / f"out{i}", "a"), stderr=subprocess.STDOUT,
-                      options=("--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x", f"--local-addr=127.0.0.{i + 1}",
+                      options=("--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint={addresses[0]}:{port}", "--rdzv-id=x", f"--local-addr={addresses[i]}",
                                "--monitor-interval=0.2", f"--rdzv-conf=last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={i == 0}"),
-                      env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+                      prefix=prefix[i], env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **cable})
     agents, resumed = [host(0), host(1)], []
     try:
         wait_for(lambda: steps_in(t) > 12, 90, (tmp_path / "out0").read_text()[-3000:])
