@@ -77,6 +77,8 @@ def run(cfg, folder, name, *flags):
 
 
 def bench_engines(cfg):
+    if cfg.steps < 3:
+        raise ValueError(f"--steps={cfg.steps} must be at least 3: the first two are not timed")
     if cfg.model not in SIZES:
         raise ValueError(f"--model={cfg.model} is unknown; it takes {', '.join(SIZES)}")
     n_layer, n_embd, n_head, _, _ = SIZES[cfg.model]

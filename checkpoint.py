@@ -50,7 +50,8 @@ def newest(folder):
         try:
             return path, read(path)
         except Exception as e:      # torch.load raises whatever the damage makes of it
-            if isinstance(e, (MemoryError, OSError)) and not isinstance(e, FileNotFoundError):
+            if (isinstance(e, (MemoryError, OSError)) and not isinstance(e, FileNotFoundError)
+                    or "allocate memory" in str(e) or "unable to mmap" in str(e)):
                 raise
             print0(f"{path} does not open ({type(e).__name__}: {str(e)[:80]}): set aside as .damaged, "
                    "trying the one before it")
@@ -171,7 +172,8 @@ class Saver:
     def _failed(self, path, e):
         """What the disk refuses is survived; all else, a lost rank above all, goes on up."""
         failures = {r: cause for r, (cause, _) in getattr(e, "failures", {self.rank: (e, None)}).items()}
-        if not any(isinstance(cause, (OSError, EOFError)) for cause in failures.values()):
+        # torch.save tells of a short write by a RuntimeError of its container
+        if not any(isinstance(c, (OSError, EOFError)) or "inline_container" in str(c) for c in failures.values()):
             raise e
         if self.rank == 0:
             shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)

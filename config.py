@@ -176,6 +176,13 @@ def check(cfg, given, world):
     if cfg.compile and cfg.recompute == "selective":
         raise ValueError("--recompute=selective does not go with --compile, which chooses by itself what to compute "
                          "again; leave one of the two out, or take --recompute=block")
+    check_words(parallel=(cfg.parallel, ENGINES), pp_schedule=(cfg.pp_schedule, SCHEDULES),
+                recompute=(cfg.recompute, tuple(RECOMPUTE)))
+    if cfg.offload and cfg.offload != "cpu" and not re.fullmatch("disk:.+", cfg.offload):
+        raise ValueError(f"--offload={cfg.offload} is unknown; it takes cpu or disk:FOLDER")
+    loss_scale(cfg)
+    if cfg.export and (cfg.export == "hf:" or not Path(cfg.export.removeprefix("hf:")).absolute().parent.is_dir()):
+        raise ValueError(f"--export={cfg.export}: the folder round it does not exist; make it first")
     if not (cfg.plan or cfg.sample or cfg.export):
         check_layout(cfg, given, world)
     for idle, flags, why in ((cfg.n_expert == 0, ("expert_top_k", "moe_every", "moe_balance", "moe_z"), "--n_expert=0"),
@@ -198,8 +205,6 @@ def check(cfg, given, world):
 
 def check_layout(cfg, given, world):
     """Refuse, by name, what a layout of ranks cannot do (parallel.py)."""
-    check_words(parallel=(cfg.parallel, ENGINES), pp_schedule=(cfg.pp_schedule, SCHEDULES),
-                recompute=(cfg.recompute, tuple(RECOMPUTE)))
     whole, sharded = world % (cfg.tp * cfg.pp) == 0, cfg.parallel != "ddp" or cfg.tp * cfg.pp > 1
     dp = max(1, world // (cfg.tp * cfg.pp))
     stages = cfg.pp * (STAGES if cfg.pp_schedule == "interleaved" else 1)
@@ -230,13 +235,10 @@ def check_layout(cfg, given, world):
     if cfg.global_batch < dp:
         raise ValueError(f"--global_batch={cfg.global_batch} leaves some of the {dp} ranks without a sample; "
                          f"take {dp} or more")
-    if cfg.offload and cfg.offload != "cpu" and not cfg.offload.startswith("disk:"):
-        raise ValueError(f"--offload={cfg.offload} is unknown; it takes cpu or disk:FOLDER")
     on_host = cfg.device == "cpu" or not torch.cuda.is_available()
     if cfg.offload and cfg.parallel == "ddp" and not (on_host and cfg.offload != "cpu"):
         raise ValueError(f"--offload={cfg.offload} needs --parallel=zero1, zero2 or zero3"
                          + " (on a CPU, disk:FOLDER goes with ddp, too)")
-    loss_scale(cfg)
 
 
 def loss_scale(cfg):
@@ -256,6 +258,7 @@ def settle(cfg, given, device):
         size = hf.read_config(cfg.init_from)
         wrong = [name for name in size.keys() & given if getattr(cfg, name) != size[name]
                  and not (name == "block_size" and cfg.block_size < size[name])]
+        wrong += [name for name in ("n_expert", "init_std") if name in given]
         if wrong or cfg.model:
             raise ValueError(f"--{(wrong or ['model'])[0]} does not go with --init_from={cfg.init_from}, which has "
                              f"{size}; leave it out (a shorter --block_size may be given)")
@@ -279,7 +282,8 @@ def settle(cfg, given, device):
 def resumed(cfg, given, path, saved):
     """The Config of a resumed run: the saved one, with the flags in FREE as given now. Refuses any other change."""
     saved = Config(**saved)
-    free = FREE - ({"batch_size", "compile"} if saved.dropout else set())       # they move the masks of dropout
+    # they move the masks of dropout, and the means that the experts' auxiliary losses are
+    free = FREE - ({"batch_size", "compile"} if saved.dropout or saved.n_expert else set())
     for name in given - free:
         if getattr(cfg, name) != getattr(saved, name):
             raise ValueError(f"--{name}={getattr(cfg, name)} differs from {getattr(saved, name)} in {path}; a resumed "

@@ -114,8 +114,8 @@ def reference_loss(store, checkpoint):
     if store.block_size > c["block_size"]:
         raise ValueError(f"--block_size={store.block_size} is longer than the checkpoint's {c['block_size']}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = {name: c[name] for name in ("block_size", "n_layer", "n_head", "n_embd", "bias", "pos", "gelu",
-                                      "n_expert", "expert_top_k", "moe_every")}
+    shape = {name: c[name] for name in c.keys() & {"block_size", "n_layer", "n_head", "n_embd", "bias", "pos", "gelu",
+                                      "n_expert", "expert_top_k", "moe_every"}}
     if vocab_size != store.meta["vocab_size"]:
         raise ValueError(f"--checkpoint={checkpoint} has a vocabulary of {vocab_size}, "
                          f"{store.folder} one of {store.meta['vocab_size']}; both must be of one tokenizer")

@@ -315,6 +315,8 @@ def command_line(cfg, given):
     """The arguments of train.py that --ds_config stands for, as a list; flags given beside it win. Prints them as a
     command. cfg: a parsed Config, given: the names of the flags on the command line."""
     win = given | {f"{name}_multiple" for name in given}        # without its technique a multiple has no effect
+    for flag, idle in (("dtype", {"loss_scale"}), ("lr_decay", {"min_lr", "decay_tokens"}), ("parallel", {"offload"})):
+        win |= idle if flag in given else set()
     theirs = [flag for flag in read_ds_config(cfg.ds_config) if flag[2:].partition("=")[0] not in win]
     if "RANK" not in os.environ:
         alone = [flag for flag in theirs if flag.startswith(("--parallel=", "--offload="))]

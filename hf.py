@@ -54,6 +54,9 @@ def read_config(folder):
     for key, value in NEEDED.items():
         if config.get(key, value) != value and not (key == "n_inner" and config[key] == 4 * config["n_embd"]):
             raise ValueError(f"--init_from={folder}: {key} is {config[key]!r}; only GPT-2 with {value!r} is read")
+    missing = [key for key in (*SIZES.values(), "vocab_size") if key not in config]
+    if missing:
+        raise ValueError(f"--init_from={folder}: its config.json lacks {', '.join(missing)}")
     return {ours: config[theirs] for ours, theirs in SIZES.items()} | {
         "bias": True, "gelu": "tanh", "pos": "learned", "vocab_size": config["vocab_size"]}
 

@@ -104,8 +104,7 @@ class MoE(nn.Module):
 
     def forward(self, x):
         N, C = x.shape
-        logits = self.router(x)                                                  # (N, C) -> (N, E)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))     # a half is too coarse for a softmax
+        logits = self.router(x.to(torch.promote_types(x.dtype, torch.float32)))  # (N, C) -> (N, E), not in halves
         p = logits.softmax(-1)
         weight, expert = p.topk(self.top_k)                                      # (N, k) twice
         if self.top_k > 1:
@@ -114,8 +113,10 @@ class MoE(nn.Module):
         count = torch.bincount(expert.view(-1), minlength=self.n_expert)         # (E,)
         token = order // self.top_k
         # one product an expert, over its own tokens; reading the counts costs a GPU a sync
-        h = [F.linear(F.gelu(F.linear(part, self.fc[i].to(x.dtype)), approximate=self.gelu), self.proj[i].to(x.dtype))
-             for i, part in enumerate(x[token].split(count.tolist()))]           # (n_i, C) -> (n_i, 4C) -> (n_i, C)
+        # unbind, not an index: the backward pass of an index fills a zero of all experts' size
+        parts = zip(x[token].split(count.tolist()), self.fc.unbind(), self.proj.unbind())
+        h = [F.linear(F.gelu(F.linear(part, fc.to(x.dtype)), approximate=self.gelu), proj.to(x.dtype))
+             for part, fc, proj in parts]                                        # (n_i, C) -> (n_i, 4C) -> (n_i, C)
         y = torch.cat(h) * weight.view(-1)[order, None].to(x.dtype)              # (N*k, C)
         y = torch.zeros_like(x).index_add(0, token, y)                           # (N*k, C) -> (N, C)
         if self.training:

@@ -18,18 +18,29 @@ from checkpoint import print0
 from data import write_atomic
 
 torn = set()        # files whose last line a full disk cut short
+said = set()        # and those of which that was said
+
+
+def open_lines(path):
+    """A file descriptor to append lines to; a half line that an earlier run left gets its end."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    size = os.fstat(fd).st_size
+    if size and os.pread(fd, 1, size - 1) != b"\n":
+        torn.add(fd)
+    return fd
 
 
 def append_line(fd, record):
     """One JSON line in one write, so that ranks can share a file and a kill leaves no half line. A full disk costs
     lines, which is said once, and not the run."""
-    line = ("\n" * (fd in torn) + json.dumps(record) + "\n").encode()
+    line, why = ("\n" * (fd in torn) + json.dumps(record) + "\n").encode(), "cut short"
     try:
         written = os.write(fd, line)
     except OSError as e:
-        written = 0
-        if fd not in torn:
-            print(f"a line of the log or trace could not be written ({e}); the run goes on", flush=True)
+        written, why = 0, e
+    if written < len(line) and fd not in said:
+        print(f"a line of the log or trace could not be written ({why}); the run goes on", flush=True)
+        said.add(fd)
     torn.discard(fd) if written == len(line) else torn.add(fd)
 
 

@@ -140,7 +140,8 @@ class Engine:
                 model.compile()                 # in place: the keys of a checkpoint stay clean
             ids = None if self.device == "cpu" else [torch.device(self.device)]
             # gradients are views of the buckets that are sent: a copy of the gradients less
-            self.net = (DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+            self.net = (DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True,
+                                                broadcast_buffers=False)        # each rank's own, or equal anyway
                         if dist.is_initialized() else model)
         else:
             shared = self.pp > 1 and model.head.weight is model.wte.weight
@@ -214,12 +215,13 @@ class Engine:
         self.micro_rows = micro
         return n if self.pp > 1 else micro
 
-    def forward_backward(self, x, y, keep, factor, last, reduction="sum"):
-        """Forward and backward pass of rows x, y (b, T); gradients of factor times the summed loss are added up, and
+    def forward_backward(self, x, y, keep, factor, last, reduction="sum", aux=0.0):
+        """Forward and backward pass of rows x, y (b, T); gradients of factor times the summed loss are added up (aux:
+        the same for the experts' auxiliary losses, a position), and
         meet the other ranks' at the `last` micro-batch of a step (zero2, zero3: at every one, which is what keeps them
         sharded). Returns the detached loss, () or with reduction="none" (b*T,); a pipeline's ranks without it 0."""
-        for moe in self.experts:        # the weight of a micro-batch's auxiliary losses: its tokens among all
-            moe.aux_scale.fill_(factor * (self.micro_rows if self.pp > 1 else len(x)) * x.size(1))
+        for moe in self.experts:        # a micro-batch's auxiliary losses weigh as its positions among the step's
+            moe.aux_scale.fill_(aux * (self.micro_rows if self.pp > 1 else len(x)) * x.size(1))
         if self.pp > 1:
             return self._pipeline(x, y, keep, factor)
         context = contextlib.nullcontext()
@@ -279,12 +281,16 @@ class Engine:
         kind = pipelining.Schedule1F1B if training and self.pp_schedule == "1f1b" else pipelining.ScheduleGPipe
         return kind(stages[0], n_micro, **options)
 
-    def expert_shares(self):
-        """What share of this rank's tokens each expert got since the last call: a list a layer with experts."""
-        shares = [(moe.load / moe.load.sum().clamp(min=1)).tolist() for moe in self.experts]
-        for moe in self.experts:
-            moe.load.zero_()
-        return [[round(share, 4) for share in layer] for layer in shares]
+    def expert_shares(self, layers, n_expert):
+        """What share of all tokens each expert got since the last call: {layer: [share]}. All ranks call it."""
+        loads = torch.zeros(len(layers), n_expert, dtype=torch.float64, device=self.device)
+        for part in self.parts:
+            for i, block in enumerate(part.blocks):
+                if i in layers and block is not None:
+                    loads[layers.index(i)] += block.moe.load
+                    block.moe.load.zero_()
+        shares = self.total(loads)
+        return {i: [round(x, 4) for x in row] for i, row in zip(layers, (shares / shares.sum(1, True)).tolist())}
 
     def grads(self):
         """This rank's pieces of the gradients, in the order of `params`."""

@@ -37,8 +37,8 @@ from config import (CALL, EMBEDDED, Config, check, ensure_embedded, loss_scale, 
                     resumed, settle, store_for_plan)
 from flags import flag_words, parse_flags, run_command
 from model import GPT, forward_flops, moe_layers
-from output import (Profile, TensorBoard, Trackers, append_line, device_name, git_hash, peak_flops, peak_memory,
-                    plot_loss, read_log, start_wandb)
+from output import (Profile, TensorBoard, Trackers, append_line, device_name, git_hash, open_lines, peak_flops,
+                    peak_memory, plot_loss, read_log, start_wandb)
 from parallel import Engine
 from plan import print_plan
 from tokenizer import load_tokenizer
@@ -149,7 +149,6 @@ def main():
                              f"{all_views}; every rank needs the same --data and the checkpoints in --out: share the "
                              "folder, or copy it to every host")
     log = trace = None
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         old = [] if found else [*checkpoint.checkpoints(out), *out.glob("events.out.tfevents.*"), out / "log.jsonl",
@@ -160,11 +159,11 @@ def main():
             Path(cfg.trace).unlink(missing_ok=True)
         settings = json.dumps(dataclasses.asdict(cfg), indent=1).encode()
         data.write_atomic(out / "config.json", lambda f: f.write(settings))
-        log = os.open(out / "log.jsonl", flags)
+        log = open_lines(out / "log.jsonl")
     if world > 1:
         dist.barrier()                                  # the trace is opened behind its removal
     if cfg.trace and engine.speaks:
-        trace = os.open(cfg.trace, flags)
+        trace = open_lines(cfg.trace)
 
     # the optimizer, and what a resumed run brings along
     n_params = model.n_params()
@@ -287,7 +286,7 @@ def main():
                 torch.manual_seed(np.random.SeedSequence((cfg.seed, step, first * pieces + i)).generate_state(1).item())
             # sum / targets of the global batch; the engine takes the mean over the dp ranks
             loss = engine.forward_backward(x[part], y[part], keep, dp * scale / n, i + micro >= len(x),
-                                           "sum" if score is None else "none")
+                                           "sum" if score is None else "none", dp * scale / (int(plan.rows[step]) * T))
             if score is not None:                       # (b*T,) losses to their target ids
                 each = torch.stack((loss.double(), (y[part].reshape(-1) >= 0).double()))
                 by_id.index_add_(1, y[part].reshape(-1).clamp(min=0), each)
@@ -342,6 +341,9 @@ def main():
             append_line(trace, dict(step=step, rank=dp_rank, sample_ids=ids.tolist(), ltd_keep=K, ltd_hash=hashes,
                                     lr=lr, difficulty={k: float(v[step]) for k, v in plan.limits.items()},
                                     tokens_seen=spent["tokens"], layer_tokens=spent["layer_tokens"], loss=mean))
+        shares = {}
+        if with_experts and step % cfg.log_interval == 0:
+            shares = {"expert_shares": engine.expert_shares(with_experts, cfg.n_expert)}
         if rank == 0 and step % cfg.log_interval == 0:
             busy, fed, work, idle = map(sum, zip(*(recent or [(dt, n, flops[step], waited)])))
             mfu = work / busy / peak
@@ -355,7 +357,7 @@ def main():
                          "norm": norm, "skipped": skipped, "ms": dt * 1e3, "tok_s": fed / busy,
                          "mfu": mfu if peak == peak else None, "data_wait": idle / busy,
                          "memory_mb": peak_memory(device) >> 20, "seconds": seconds, **spent,
-                         **({"expert_shares": engine.expert_shares()} if with_experts else {})})
+                         **shares})
 
     # the end
     batches.close()

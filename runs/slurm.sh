@@ -16,7 +16,7 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch}"
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1)
 export ID=$SLURM_JOB_ID PORT=$((20000 + SLURM_JOB_ID % 20000))
-srun --kill-on-bad-exit=0 runs/hosts.sh "$first" "$SLURM_JOB_NUM_NODES" "${SLURM_GPUS_ON_NODE:-8}" "$@" &
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=0 runs/hosts.sh "$first" "$SLURM_JOB_NUM_NODES" "${SLURM_GPUS_ON_NODE:-8}" "$@" &
 step=$! told=
 trap 'told=1; kill -TERM $step' TERM
 code=0

@@ -12,7 +12,7 @@ import train  # noqa: E402
 for i, words in enumerate(json.loads(Path(sys.argv[1]).read_text())):
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(i)      # as if torchrun had started the ranks again
     sys.argv = ["train.py", *words]
-    faulthandler.dump_traceback_later(120, exit=True)       # a hang says where
+    faulthandler.dump_traceback_later(150, exit=True)       # a hang says where
     try:
         train.main()
     except ValueError as e:

@@ -58,7 +58,7 @@ def test_table_refuses_what_cannot_be_compared(runs, store, tmp_path):
     refused(command(ROOT / "bench.py", "table", runs / "a1", tmp_path / "other"), "--train_tokens")
     ok(train(*TINY, *OFF, f"--data={store}", f"--out={tmp_path}/cut", "--train_tokens=4000", "--stop_step=2"))
     refused(command(ROOT / "bench.py", "table", tmp_path / "cut"), "--resume")
-    refused(command(ROOT / "bench.py", "tables"), "step | kernel | analyze | sampler | table")
+    refused(command(ROOT / "bench.py", "tables"), "step | kernel | analyze | sampler | engines | table")
 
 
 def test_the_quick_ablation_has_every_arm_and_column_and_a_second_call_does_nothing(tmp_path):

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import OFF, ok, refused, train
+from conftest import OFF, make_store, ok, refused, train
 
 import hf
 from model import GPT
@@ -83,11 +83,16 @@ def test_what_is_no_gpt2_is_refused_in_one_line(theirs, store, tmp_path):
     refused(train(*flags, f"--init_from={tmp_path}"), "config.json")
     refused(train(*flags, f"--init_from={folder}", "--n_layer=6"), "--n_layer")
     refused(train(*flags, f"--init_from={folder}", "--model=gpt2"), "--model")
-    for change, words in (({"activation_function": "relu"}, ["relu", "gelu_new"]), ({"model_type": "llama"}, ["llama"]), ({"vocab_size": 300}, None)):
+    for change, words in (({"activation_function": "relu"}, ["relu", "gelu_new"]), ({"model_type": "llama"}, ["llama"]), ({"layer_norm_epsilon": 1e-6}, ["1e-06", "1e-05"])):
         bad = shutil.copytree(folder, tmp_path / str(change))
         (bad / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | change))
-        if words:
-            refused(train(*flags, f"--init_from={bad}"), *words)
+        refused(train(*flags, f"--init_from={bad}"), *words)
+    refused(train(*flags, f"--init_from={folder}", "--n_expert=4"), "--n_expert")
+    other = make_store(tmp_path / "other", np.arange(2000) % 300, vocab=300)
+    (other / "val.bin").write_bytes((other / "train.bin").read_bytes())
+    meta = json.loads((other / "meta.json").read_text())
+    (other / "meta.json").write_text(json.dumps(meta | {"tokens": {"train": 2000, "val": 2000}}))
+    refused(train(*flags[:-2], f"--data={other}", f"--out={tmp_path}/run", f"--init_from={folder}"), "wte.weight", "--tokenizer=gpt2")
     (bad / "model.safetensors").unlink()
     refused(train(*flags, f"--init_from={bad}"), "safetensors")
     ok(train(*flags, "--n_layer=4", "--n_embd=32", "--n_head=2", "--block_size=64", "--stop_step=1"))
