@@ -93,7 +93,7 @@ def test_what_is_no_gpt2_is_refused_in_one_line(theirs, store, tmp_path):
     meta = json.loads((other / "meta.json").read_text())
     (other / "meta.json").write_text(json.dumps(meta | {"tokens": {"train": 2000, "val": 2000}}))
     refused(train(*flags[:-2], f"--data={other}", f"--out={tmp_path}/run", f"--init_from={folder}"), "wte.weight", "--tokenizer=gpt2")
-    (bad / "model.safetensors").unlink()
+    bad = shutil.copytree(folder, tmp_path / "empty", ignore=lambda *_: ["model.safetensors"])
     refused(train(*flags, f"--init_from={bad}"), "safetensors")
     ok(train(*flags, "--n_layer=4", "--n_embd=32", "--n_head=2", "--block_size=64", "--stop_step=1"))
     refused(train("--resume", f"--out={tmp_path}/run", f"--export=hf:{tmp_path}/x"), "--gelu=tanh")
