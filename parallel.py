@@ -249,7 +249,7 @@ class Engine:
         if self.schedules.get(training, (None,))[0] != (x.shape, rows):     # a schedule is made for one shape
             self.schedules[training] = (x.shape, rows), self._schedule(len(x) // rows, rows, x.size(1), training)
         schedule = self.schedules[training][1]
-        tokens = (x,) if self.pp_rank == 0 else ()
+        tokens = (x.clone(memory_format=torch.contiguous_format),) if self.pp_rank == 0 else ()     # strides count, too
         inputs = ({} if keep is None else {"keep": keep}) | (
             {"targets": y, "reduction": "none"} if self.last else {})       # one loss a token: chunks can be joined
         losses = (schedule.step(*tokens, **inputs, **({"target": y} if self.last else {})) if training else
