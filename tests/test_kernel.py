@@ -288,6 +288,8 @@ def test_what_is_missing_means_the_torch_path_with_one_line(tmp_path, broken):
         env["CUDA_HOME"] = str(tmp_path / "none")
     p = command("-c", AUTO, env=env)
     assert p.returncode == 0 and p.stdout.startswith("torch path (") and p.stdout.count("\n") == 1, p.stdout + p.stderr[-1500:]
+    if broken == "compiler":        # nvcc works for a quarter of a minute before the host compiler is missed: once is enough
+        return
     forced = command("-c", AUTO.replace("'auto'", "'cuda'"), env=env)
     assert forced.returncode != 0 and "--ltd_kernel=torch" in forced.stderr
 

@@ -20,7 +20,7 @@ from flags import parse_flags
 from model import GPT
 
 # curriculum and token dropping on, clipping at work, more than 20 steps of 4 micro-batches or 2 a rank
-RUN = [*TINY, *ON, "--dist_timeout=60", "--train_tokens=9000", "--grad_clip=0.3", "--batch_size=2", "--eval_interval=10"]
+RUN = [*TINY, *ON, "--dist_timeout=60", "--train_tokens=9000", "--grad_clip=0.3", "--batch_size=2", "--eval_interval=20"]
 
 
 def losses(out):
@@ -313,7 +313,7 @@ def test_two_hosts_meet_and_one_goes_on_when_the_other_is_lost(store, tmp_path, 
     def host(i):
         return launch(ROOT / "train.py", *flags, f"--out={tmp_path}/run", f"--trace={t}", "--resume", ranks=1, stdout=open(tmp_path / f"out{i}", "a"), stderr=subprocess.STDOUT,
                       options=("--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint={addresses[0]}:{port}", "--rdzv-id=x", f"--local-addr={addresses[i]}",
-                               "--monitor-interval=0.2", f"--rdzv-conf=last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={i == 0}"),
+                               "--monitor-interval=0.2", f"--rdzv-conf=last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={i == 0}"),
                       prefix=prefix[i], env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **cable})
     agents, resumed = [host(0), host(1)], []
     try:

@@ -13,6 +13,8 @@ def serve(path):
     import signal
     from pathlib import Path
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import matplotlib.backends.backend_agg  # noqa: F401
+    import matplotlib.figure  # noqa: F401
     import torch._dynamo  # noqa: F401  the first optimizer imports it
 
     import bench  # noqa: F401
