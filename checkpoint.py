@@ -85,7 +85,9 @@ def load(path, content, state):
     """Fill the live tensors of state {"model": {name: tensor}, ...} from a checkpoint, each with this rank's piece."""
     if Path(path).is_dir():
         from torch.distributed import checkpoint as dcp
-        return dcp.load(state, storage_reader=_reader(path), no_dist=not dist.is_initialized())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")             # one process is what is meant
+            return dcp.load(state, storage_reader=_reader(path), no_dist=not dist.is_initialized())
     with torch.no_grad():
         for section, tensors in state.items():
             for name, t in tensors.items():
