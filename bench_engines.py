@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from model import GPT, SIZES
 
@@ -82,7 +83,6 @@ def bench_engines(cfg):
     if cfg.model not in SIZES:
         raise ValueError(f"--model={cfg.model} is unknown; it takes {', '.join(SIZES)}")
     n_layer, n_embd, n_head, _, _ = SIZES[cfg.model]
-    import torch
     with torch.device("meta"):
         P = GPT(cfg.vocab_size, cfg.block_size, n_layer, n_head, n_embd).n_params()
     N, result = cfg.ranks, {}

@@ -20,13 +20,8 @@ import torch
 import torch.distributed as dist
 
 from data import write_atomic
+from output import print0
 from parallel import cut, local
-
-
-def print0(*args):
-    """print, on rank 0 alone."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(*args, flush=True)
 
 
 def step_of(path):
@@ -132,8 +127,8 @@ class Saver:
                       if dist.is_initialized() and not wait else None)
 
     def save(self, step, plain, state):
-        """Write the checkpoint of a step: plain, a dict of plain types, and the live tensors. True: it is there, or on
-        its way. A full disk costs this checkpoint, never the run or the one before: False, and a line says so."""
+        """Write the checkpoint of a step: plain, a dict of plain types, and the live tensors. A full disk costs this
+        checkpoint, never the run or the one before, and a line says so."""
         self.finish()
         path = self.folder / f"ckpt_{step:07d}"
         try:
@@ -141,24 +136,27 @@ class Saver:
                 if self.rank == 0:      # the tied head under its other name, too: load_state_dict() asks for both
                     model = state["model"] | {"head.weight": state["model"]["wte.weight"]}
                     write_atomic(path.with_suffix(".pt"), lambda f: torch.save(plain | state | {"model": model}, f))
-                return True
+                return
             temporary = path.with_suffix(".tmp")
             from torch.distributed import checkpoint as dcp
             writer = dcp.FileSystemWriter(temporary)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")         # one process is what is meant
-                future = (dcp.save(state, storage_writer=writer) and None if self.wait else
-                          dcp.async_save(state, storage_writer=writer, process_group=self.group))
+                if self.wait:
+                    future = None
+                    dcp.save(state, storage_writer=writer)
+                else:
+                    future = dcp.async_save(state, storage_writer=writer, process_group=self.group)
             self.pending = future, temporary, path, plain
-            return self.finish(wait=self.wait)
+            self.finish(wait=self.wait)
         except BaseException as e:
-            return self._failed(path, e)
+            self._failed(path, e)
 
     def finish(self, wait=True):
-        """Bring the save that is under way to its end; False where it came to nothing. wait=False: only if it is over
-        already, for every step to ask: a checkpoint has its name when it is written, not when the next one is due."""
+        """Bring the save that is under way to its end. wait=False: only if it is over already, for every step to ask: a
+        checkpoint has its name when it is written, not when the next one is due."""
         if self.pending is None or not wait and not self.pending[0].done():
-            return True
+            return
         (future, temporary, path, plain), self.pending = self.pending, None
         try:
             if future is not None:
@@ -167,9 +165,8 @@ class Saver:
                 check_shards(temporary)     # a rank that does not share the folder has written its own elsewhere
                 write_atomic(temporary / "run.json", lambda f: f.write(json.dumps(plain).encode()))
                 os.replace(temporary, path)
-            return True
         except BaseException as e:
-            return self._failed(path, e)
+            self._failed(path, e)
 
     def _failed(self, path, e):
         """What the disk refuses is survived; all else, a lost rank above all, goes on up."""
@@ -183,7 +180,6 @@ class Saver:
             causes = [f"rank {r}: {cause}" for r, cause in failures.items()]
             print0(f"{path.name} could not be written ({'; '.join(causes)}); the newest checkpoint is {last[0]}; "
                    "the run goes on")
-        return False
 
     def prune(self, keep, sound=math.inf):
         """Delete all but the newest `keep` checkpoints, and those of steps after `sound`, whose weights went bad.

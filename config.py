@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import print0
 from data import EMBEDDED, Store, columns_folder
 from model import RECOMPUTE, SIZES
+from output import print0
 from parallel import ENGINES, SCHEDULES, STAGES
 from plan import check as check_words
 from plan import make_plan
@@ -184,7 +184,7 @@ def check(cfg, given, world):
     if cfg.export and (cfg.export == "hf:" or not Path(cfg.export.removeprefix("hf:")).absolute().parent.is_dir()):
         raise ValueError(f"--export={cfg.export}: the folder round it does not exist; make it first")
     if not (cfg.plan or cfg.sample or cfg.export):
-        check_layout(cfg, given, world)
+        check_layout(cfg, world)
     for idle, flags, why in ((cfg.n_expert == 0, ("expert_top_k", "moe_every", "moe_balance", "moe_z"), "--n_expert=0"),
                              (cfg.pp == 1, ("pp_schedule",), "--pp=1"),
                              (cfg.dtype in ("float32", "bfloat16"), ("loss_scale",), f"--dtype={cfg.dtype}"),
@@ -203,7 +203,7 @@ def check(cfg, given, world):
                 raise ValueError(f"--{flag} has no effect with {why}; leave one of the two out")
 
 
-def check_layout(cfg, given, world):
+def check_layout(cfg, world):
     """Refuse, by name, what a layout of ranks cannot do (parallel.py)."""
     whole, sharded = world % (cfg.tp * cfg.pp) == 0, cfg.parallel != "ddp" or cfg.tp * cfg.pp > 1
     dp = max(1, world // (cfg.tp * cfg.pp))

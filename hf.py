@@ -34,14 +34,10 @@ def names(n_layer):
             yield f"blocks.{i}.{ours}.bias", f"h.{i}.{theirs}.bias", False
 
 
-def by_head(t, n_head):
-    """(3C, ...) queries, keys, values -> (3C, ...) head by head."""
-    return t.view(3, n_head, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)    # (3, H, D, ...) -> (H, 3, D, ...)
-
-
-def by_kind(t, n_head):
-    """The way back."""
-    return t.view(n_head, 3, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)    # (H, 3, D, ...) -> (3, H, D, ...)
+def swap(t, a, b):
+    """(a * b * D, ...) rows, a groups of b -> b groups of a. By swap(t, 3, n_head) queries, keys and values go head by
+    head; swap(t, n_head, 3) is the way back."""
+    return t.view(a, b, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)         # (a, b, D, ...) -> (b, a, D, ...)
 
 
 def read_config(folder):
@@ -87,7 +83,7 @@ def load(folder, model):
         with safe_open(path, "pt") as f:
             t = f.get_tensor(name)
         t = t.T if matrix else t
-        t = by_head(t.contiguous(), n_head) if ".c_attn." in ours else t
+        t = swap(t.contiguous(), 3, n_head) if ".c_attn." in ours else t
         p = params[ours]
         if ours == "wpe.weight":
             t = t[:len(p)]
@@ -108,7 +104,7 @@ def save(model, config, folder):
     params, tensors = dict(model.named_parameters()), {}
     for ours, theirs, matrix in names(config["n_layer"]):
         t = params[ours].detach()
-        t = by_kind(t, config["n_head"]) if ".c_attn." in ours else t
+        t = swap(t, config["n_head"], 3) if ".c_attn." in ours else t
         tensors[f"transformer.{theirs}"] = (t.T if matrix else t).contiguous()
     about = {k: v for k, v in NEEDED.items() if v is not None} | {
         "architectures": ["GPT2LMHeadModel"], "vocab_size": len(params["wte.weight"]), "torch_dtype": "float32",

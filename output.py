@@ -14,8 +14,14 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import print0
 from data import write_atomic
+
+
+def print0(*args):
+    """print, on rank 0 alone."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(*args, flush=True)
+
 
 torn = set()        # files whose last line a full disk cut short
 said = set()        # and those of which that was said
@@ -103,9 +109,8 @@ class Profile:
     under way. Costs a few steps' time and much memory: two or three steps are plenty."""
 
     def __init__(self, text, folder, device):
-        self.first, steps = map(int, text.split(":"))
-        self.end, self.folder, self.device, self.profiler = self.first + steps, folder, device, None
-        self.steps = range(self.first, self.end)
+        first, steps = map(int, text.split(":"))
+        self.steps, self.folder, self.device, self.profiler = range(first, first + steps), folder, device, None
         self.began = False
 
     def at(self, step):
@@ -116,12 +121,12 @@ class Profile:
             kinds = [profiler.ProfilerActivity.CPU] + [profiler.ProfilerActivity.CUDA] * (self.device != "cpu")
             self.profiler, self.start = profiler.profile(activities=kinds), time.perf_counter()
             self.profiler.start()
-        if self.profiler is not None and step >= self.end:
+        if self.profiler is not None and step >= self.steps.stop:
             self.finish()
 
     def finish(self):
         if not self.began:
-            print0(f"profile: the run had none of the steps {self.first} to {self.end - 1}")
+            print0(f"profile: the run had none of the steps {self.steps[0]} to {self.steps[-1]}")
         if self.profiler is None:
             return
         if self.device != "cpu":

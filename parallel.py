@@ -10,9 +10,9 @@
 
 They multiply: ranks = pp x dp x tp, tensor parallelism inside, so that its ranks are neighbours. zero1 to zero3, tp
 and pp stand on FSDP2 (torch.distributed.fsdp.fully_shard) with the switches set to what the names mean; between steps
-it shards the weights under all three, so each is at least what it says; a pipeline's stage, though, sums gradients once
-a step under all. Names and savings: "ZeRO", arXiv 1910.02054
-section 5; tp: "Megatron-LM", arXiv 1909.08053 section 3; pp: GPipe, arXiv 1811.06965, 1F1B: arXiv 2104.04473.
+it shards the weights under all three, so each is at least what it says; a pipeline's stage, though, sums gradients
+once a step under all. Names and savings: "ZeRO", arXiv 1910.02054 section 5; tp: "Megatron-LM", arXiv 1909.08053
+section 3; pp: GPipe, arXiv 1811.06965, 1F1B: arXiv 2104.04473.
 """
 import contextlib
 import copy
@@ -217,9 +217,9 @@ class Engine:
 
     def forward_backward(self, x, y, keep, factor, last, reduction="sum", aux=0.0):
         """Forward and backward pass of rows x, y (b, T); gradients of factor times the summed loss are added up (aux:
-        the same for the experts' auxiliary losses, a position), and
-        meet the other ranks' at the `last` micro-batch of a step (zero2, zero3: at every one, which is what keeps them
-        sharded). Returns the detached loss, () or with reduction="none" (b*T,); a pipeline's ranks without it 0."""
+        the same for the experts' auxiliary losses, a position), and meet the other ranks' at the `last` micro-batch of
+        a step (zero2, zero3: at every one, which is what keeps them sharded). Returns the detached loss, () or with
+        reduction="none" (b*T,); a pipeline's ranks without it 0."""
         for moe in self.experts:        # a micro-batch's auxiliary losses weigh as its positions among the step's
             moe.aux_scale.fill_(aux * (self.micro_rows if self.pp > 1 else len(x)) * x.size(1))
         if self.pp > 1:

@@ -32,13 +32,12 @@ import ds_config
 import hf
 import ltd
 import probe
-from checkpoint import print0
 from config import (CALL, EMBEDDED, Config, check, ensure_embedded, loss_scale, pick_device, plan_of,
                     resumed, settle, store_for_plan)
 from flags import flag_words, parse_flags, run_command
 from model import GPT, forward_flops, moe_layers
 from output import (Profile, TensorBoard, Trackers, append_line, device_name, git_hash, open_lines, peak_flops,
-                    peak_memory, plot_loss, read_log, start_wandb)
+                    peak_memory, plot_loss, print0, read_log, start_wandb)
 from parallel import Engine
 from plan import print_plan
 from tokenizer import load_tokenizer

@@ -27,9 +27,11 @@ ON = ["--pool=voc:30%..100%:40%:sqrt", "--seqlen=truncate:16..64:40%", "--ltd=16
 
 
 def command(*args, **kw):
-    """Run `python args` in the project; returns the finished process with text output."""
+    """Run `python args` in the project; returns the finished process with text output. train.py and the tables run by
+    warm(); with env in a python of their own, as a user's command."""
     kw.setdefault("timeout", 240)
-    python = warm() if args[:2] == (ROOT / "bench.py", "table") and "env" not in kw else [sys.executable]
+    short = args[0] == ROOT / "train.py" or args[:2] == (ROOT / "bench.py", "table")
+    python = warm() if short and "env" not in kw else [sys.executable]
     kw["env"] = {**ENV, **kw.pop("env", {})}
     return subprocess.run([*python, *map(str, args)], cwd=kw.pop("cwd", ROOT), capture_output=True, text=True, **kw)
 
@@ -52,14 +54,8 @@ def warm():
 
 
 def train(*args, ranks=1, **kw):
-    """train.py with these flags. env: in a python of its own, as a user's command; else by warm()."""
-    if ranks > 1:
-        return command("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", ROOT / "train.py", *args, **kw)
-    if "env" in kw:
-        return command(ROOT / "train.py", *args, **kw)
-    kw.setdefault("timeout", 240)
-    kw.setdefault("cwd", ROOT)
-    return subprocess.run([*warm(), str(ROOT / "train.py"), *map(str, args)], capture_output=True, text=True, env=ENV, **kw)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    return command(*launcher, ROOT / "train.py", *args, **kw)
 
 
 def ok(process):
