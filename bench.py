@@ -141,7 +141,7 @@ def bench_step(cfg):
     more, rule = ("", "") if cfg.nanogpt else (" predicted by FLOPs | measured / predicted |", "---|---|")
     print(f"| step | ms | ratio |{more}\n|---|---|---|{rule}")
     result = {"bench": "step", "device": where, "torch": torch.__version__, "ms": ms}
-    shape = cfg.n_layer, cfg.n_embd, cfg.vocab_size, T
+    shape = cfg.n_layer, cfg.n_embd, GPT.ends_flops(cfg.n_embd, T, cfg.vocab_size), T
     for (name, t), K in zip(ms.items(), kept + kept):
         cost = forward_flops(*shape, K, cfg.n_layer - 2) / forward_flops(*shape)
         more = "" if cfg.nanogpt else f" {cost:.3f} | {t / base / cost:.3f} |"

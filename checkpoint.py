@@ -134,7 +134,9 @@ class Saver:
         try:
             if not self.shards:
                 if self.rank == 0:      # the tied head under its other name, too: load_state_dict() asks for both
-                    model = state["model"] | {"head.weight": state["model"]["wte.weight"]}
+                    model = dict(state["model"])
+                    if "wte.weight" in model:
+                        model.setdefault("head.weight", model["wte.weight"])
                     write_atomic(path.with_suffix(".pt"), lambda f: torch.save(plain | state | {"model": model}, f))
                 return
             temporary = path.with_suffix(".tmp")

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from data import EMBEDDED, Store, columns_folder
-from model import RECOMPUTE, SIZES
+import tasks
+from data import EMBEDDED, columns_folder
+from model import FAMILIES, IMAGES, RECOMPUTE, SIZES
 from output import print0
 from parallel import ENGINES, SCHEDULES, STAGES
 from plan import check as check_words
@@ -23,17 +24,19 @@ from plan import make_plan
 @dataclass
 class Config:
     # data
-    data: str = ""              # store made by data_analyze.py; empty = the embedded corpus, built when first needed
+    data: str = ""              # store made by data_analyze.py; empty = the embedded corpus, or drawn images for a vit
     samples: str = "window"     # window (of the token stream) or document (one a sample, cut or padded to block_size)
     # model
-    model: str = ""             # named size (gpt2, gpt2-medium, gpt3-1.3b, ...); flags given beside it win
+    model: str = ""             # named size (gpt2, gpt3-1.3b, bert-large, vit-s16, ...); flags given beside it win
+    arch: str = "gpt"           # family: gpt, bert or vit; --model and --init_from set it
     n_layer: int = 6            # layers
     n_head: int = 4             # attention heads
     n_embd: int = 128           # channels
     block_size: int = 256       # tokens a row: the context length
     pos: str = "learned"        # positions: learned or rotary
     dropout: float = 0.0        # 0 is good for pretraining
-    bias: bool = False          # biases in Linear and LayerNorm
+    bias: bool = False          # biases in Linear and LayerNorm; bert and vit have them
+    norm: str = "pre"           # LayerNorm before each branch (pre), or behind each sum (post: BERT as published)
     gelu: str = "none"          # its approximation: none, or tanh, with which GPT-2 was trained
     n_expert: int = 0           # mixture of experts: MLPs a layer to choose from; 0 = none
     expert_top_k: int = 1       # experts that each token runs through
@@ -41,7 +44,12 @@ class Config:
     moe_balance: float = 0.01   # weight of the loss that evens out the experts' load
     moe_z: float = 0.001        # weight of the loss that keeps the router's logits small
     init_std: float = 0.02      # standard deviation of the initial weights
-    init_from: str = ""         # folder with a GPT-2 in Hugging Face's layout to begin with; it sets shape and context
+    init_from: str = ""         # weights to begin with: a folder (GPT-2, BERT, ViT as Hugging Face has them), or a .pt
+    mask_prob: float = 0.15     # bert: share of the tokens that are to be found
+    nsp: bool = False           # bert: rows are pairs, and whether one follows the other is to be found, too
+    image_size: int = 32        # vit: images are scaled to this
+    patch_size: int = 4         # vit: a token is a square of this size
+    augment: str = "crop,flip"  # vit: shift and mirror training images: crop,flip, crop, flip or none
     # budget, batch, optimizer
     train_tokens: int = 2_000_000  # the budget, counted in --budget units
     budget: str = "layer_tokens"  # layer_tokens (compute), tokens (with a loss), or steps (each counted as a plain one)
@@ -53,6 +61,7 @@ class Config:
     decay_tokens: str = "100%"  # where the decay reaches min_lr, a number or % of the budget
     lr_decay: str = "cosine"    # cosine, linear or constant
     lr_unit: str = ""           # what the two above are counted in; empty = as --budget
+    optimizer: str = "adamw"    # adamw, or sgd with beta1 as its momentum
     weight_decay: float = 0.1   # of matrices and embeddings
     beta1: float = 0.9          # AdamW
     beta2: float = 0.95         # AdamW
@@ -114,6 +123,7 @@ class Config:
 
 
 POOL = ["voc:30%..100%:40%:sqrt"]
+DRAWN = "data/shapes"           # the store of the drawn images
 # a GPU trains this where the flags say nothing; a CPU trains the defaults above
 GPU_SIZE = dict(n_layer=12, n_head=8, n_embd=512, global_batch=64, batch_size=64,
                 train_tokens=40_000_000, learning_rate=1e-3)
@@ -147,11 +157,11 @@ def pick_device(cfg):
 RANGES = {  # flag: (least, most); a bound in a string is left out itself
     **{flag: (1, math.inf) for flag in ("batch_size", "n_head", "n_embd", "n_layer", "block_size", "eval_interval",
                                         "save_interval", "keep_ckpts", "log_interval", "dist_timeout", "train_tokens",
-                                        "tp", "pp", "expert_top_k", "moe_every")},
+                                        "tp", "pp", "expert_top_k", "moe_every", "image_size", "patch_size")},
     **{flag: (0, math.inf) for flag in ("seed", "eval_samples", "stop_step", "max_new_tokens", "temperature", "top_k",
                                         "n_expert", "moe_balance", "moe_z", "eps",
                                         "weight_decay", "grad_clip", "init_std", "learning_rate", "min_lr")},
-    "dropout": (0, "1"), "beta1": (0, "1"), "beta2": (0, "1")}
+    "dropout": (0, "1"), "beta1": (0, "1"), "beta2": (0, "1"), "mask_prob": (0.01, "1")}
 
 
 def check(cfg, given, world):
@@ -177,6 +187,8 @@ def check(cfg, given, world):
         raise ValueError("--recompute=selective does not go with --compile, which chooses by itself what to compute "
                          "again; leave one of the two out, or take --recompute=block")
     check_words(parallel=(cfg.parallel, ENGINES), pp_schedule=(cfg.pp_schedule, SCHEDULES),
+                norm=(cfg.norm, ("pre", "post")), optimizer=(cfg.optimizer, ("adamw", "sgd")),
+                augment=(cfg.augment, ("crop,flip", "crop", "flip", "none")),
                 recompute=(cfg.recompute, tuple(RECOMPUTE)))
     if cfg.offload and cfg.offload != "cpu" and not re.fullmatch("disk:.+", cfg.offload):
         raise ValueError(f"--offload={cfg.offload} is unknown; it takes cpu or disk:FOLDER")
@@ -185,7 +197,20 @@ def check(cfg, given, world):
         raise ValueError(f"--export={cfg.export}: the folder round it does not exist; make it first")
     if not (cfg.plan or cfg.sample or cfg.export):
         check_layout(cfg, world)
-    for idle, flags, why in ((cfg.n_expert == 0, ("expert_top_k", "moe_every", "moe_balance", "moe_z"), "--n_expert=0"),
+    other = cfg.arch != "gpt"
+    for bad, what in ((other and cfg.sample, "--sample"), (other and cfg.pp > 1, f"--pp={cfg.pp}"),
+                      (other and cfg.ltd_choice != "random", f"--ltd_choice={cfg.ltd_choice}"),
+                      (cfg.arch == "vit" and cfg.seqlen != "off", f"--seqlen={cfg.seqlen}"),
+                      (cfg.arch == "vit" and cfg.samples != "window", f"--samples={cfg.samples}"),
+                      (cfg.arch == "bert" and cfg.seqlen.startswith("reshape"), f"--seqlen={cfg.seqlen}")):
+        if bad:
+            raise ValueError(f"{what} does not go with --arch={cfg.arch}; leave it out"
+                             + ", or take --seqlen=truncate:..." * what.startswith("--seqlen=reshape"))
+    for idle, flags, why in ((cfg.arch != "bert", ("mask_prob", "nsp"), f"--arch={cfg.arch}"),
+                             (cfg.arch != "vit", ("image_size", "patch_size", "augment"), f"--arch={cfg.arch}"),
+                             (cfg.arch == "vit", ("block_size",), "--arch=vit: it follows from the patches"),
+                             (cfg.optimizer == "sgd", ("beta2", "eps"), "--optimizer=sgd"),
+                             (cfg.n_expert == 0, ("expert_top_k", "moe_every", "moe_balance", "moe_z"), "--n_expert=0"),
                              (cfg.pp == 1, ("pp_schedule",), "--pp=1"),
                              (cfg.dtype in ("float32", "bfloat16"), ("loss_scale",), f"--dtype={cfg.dtype}"),
                              (cfg.ltd == "off", [f for f in given if f.startswith("ltd_")], "--ltd=off"),
@@ -256,26 +281,44 @@ def settle(cfg, given, device):
     if cfg.init_from:
         import hf
         size = hf.read_config(cfg.init_from)
+        del_block = {"block_size"} if size["arch"] == "vit" else set()
         wrong = [name for name in size.keys() & given if getattr(cfg, name) != size[name]
-                 and not (name == "block_size" and cfg.block_size < size[name])]
-        wrong += [name for name in ("n_expert", "init_std") if name in given]
+                 and not (name == "block_size" and cfg.block_size < size[name]) and name != "image_size"]
+        wrong += [name for name in ("n_expert", "init_std") if name in given and name not in size]
         if wrong or cfg.model:
             raise ValueError(f"--{(wrong or ['model'])[0]} does not go with --init_from={cfg.init_from}, which has "
                              f"{size}; leave it out (a shorter --block_size may be given)")
-        del size["vocab_size"]
+        size = {name: value for name, value in size.items() if name not in {"vocab_size"} | del_block}
     elif cfg.model:
         if cfg.model not in SIZES:
             raise ValueError(f"--model={cfg.model} is unknown; it takes {', '.join(SIZES)}")
         size = dict(zip(("n_layer", "n_embd", "n_head", "block_size", "init_std"), SIZES[cfg.model]))
+        size["arch"] = cfg.model.partition("-")[0] if cfg.model.partition("-")[0] in FAMILIES else "gpt"
+        if cfg.model in IMAGES:
+            size["image_size"], size["patch_size"] = IMAGES[cfg.model]
+        if "arch" in given and cfg.arch != size["arch"]:
+            raise ValueError(f"--model={cfg.model} is of --arch={size['arch']}, not {cfg.arch}; leave one of them out")
         if "n_layer" in given and cfg.n_layer != size["n_layer"]:
             raise ValueError(f"--model={cfg.model} has {size['n_layer']} layers, not {cfg.n_layer}; leave out --model, "
                              "or --n_layer (with --ds_config: total_layer_num)")
-    elif device != "cpu" and not given & {"n_layer", "n_head", "n_embd"}:
+    elif device != "cpu" and cfg.arch == "gpt" and not given & {"n_layer", "n_head", "n_embd"}:
         size = GPU_SIZE
         print0(f"default size for a GPU: {GPU_SIZE}")
     for name in size.keys() - given:
         setattr(cfg, name, size[name])
+    check_words(arch=(cfg.arch, tuple(FAMILIES)))
+    if cfg.arch != "gpt" and "bias" not in given:
+        cfg.bias = True
+    if cfg.arch == "vit":
+        if "block_size" not in given:       # what is given is refused by check()
+            cfg.block_size = (cfg.image_size // cfg.patch_size) ** 2 + 1
+        cfg.pool, cfg.data = cfg.pool or ["off"], cfg.data or DRAWN
+        cfg.seqlen = cfg.seqlen if "seqlen" in given else "off"
     cfg.pool, cfg.data = cfg.pool or list(POOL), cfg.data or EMBEDDED
+    if tasks.is_labelled(cfg.data):
+        cfg.samples = cfg.samples if "samples" in given else "document"
+        cfg.pool = cfg.pool if "pool" in given else ["off"]
+        cfg.seqlen = cfg.seqlen if "seqlen" in given else "off"
     cfg.min_lr = cfg.min_lr if cfg.min_lr >= 0 else cfg.learning_rate / 10
 
 
@@ -294,16 +337,21 @@ def resumed(cfg, given, path, saved):
 
 
 def plan_of(cfg, store):
-    """The Plan of a Config. store: the training split, or None where the data are elsewhere."""
+    """The Plan of a Config. store: the training samples, or None where the data are elsewhere."""
     flags = {name: getattr(cfg, name) for name in inspect.signature(make_plan).parameters if hasattr(cfg, name)}
     return make_plan(**flags, store=store)
+
+
+def task_of(cfg):
+    """What the run learns from, and is judged by."""
+    return tasks.make_task(**{name: getattr(cfg, name) for name in tasks.FLAGS})
 
 
 def store_for_plan(cfg):
     """The training split for --plan, or None, said in a line, where it or its difficulties are not here: step counts of
     windows follow from the flags alone; the pool, and all about documents, does not."""
     folder = Path(cfg.data)
-    store = Store(folder, "train", cfg.block_size, cfg.samples) if folder.is_dir() else None
+    store = task_of(cfg).store if folder.is_dir() else None
     names = [text.partition(":")[0] for text in cfg.pool if text != "off"]
     lacks = f"no folder {folder}" if store is None else ", ".join(
         f"no {store.columns}/{name}.json" for name in names if not (store.columns / f"{name}.json").is_file())
@@ -315,22 +363,25 @@ def store_for_plan(cfg):
 
 
 def ensure_embedded(cfg):
-    """Make what is missing of the embedded corpus, its tokens or this block size's difficulties, by the offline
-    command: local rank 0 does, before there is a process group, and the others wait for the last file."""
-    last = columns_folder(EMBEDDED, cfg.block_size, cfg.samples) / "voc.json"
-    meta = Path(EMBEDDED) / "meta.json"
+    """Make what is missing of the embedded corpus, its tokens or this block size's difficulties, or the drawn images,
+    by the offline command: local rank 0 does, before there is a process group, the others wait for the last file."""
+    meta = Path(cfg.data) / "meta.json"
+    last = columns_folder(EMBEDDED, cfg.block_size, cfg.samples) / "voc.json" if cfg.data == EMBEDDED else meta
     if meta.is_file() and (last.is_file() or cfg.pool == ["off"]):
         return
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         what = [f"--data={EMBEDDED}"] if meta.is_file() else []
         command = ["data_analyze.py", *what, f"--block_size={cfg.block_size}", f"--samples={cfg.samples}"]
-        print0(f"making the embedded corpus: python {' '.join(command)}")
+        if cfg.data == DRAWN:
+            command = ["data_analyze.py", "--images=shapes", f"--out={DRAWN}"]
+        what = "drawn images" if cfg.data == DRAWN else "embedded corpus"
+        print0(f"making the {what}: python {' '.join(command)}")
         here = Path(__file__).resolve().parent
         # without torchrun's variables, or it would wait for the other ranks
         alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         p = subprocess.run([sys.executable, str(here / command[0]), *command[1:]], env=alone)
         if p.returncode and not last.is_file():
-            raise ValueError(f"{EMBEDDED} could not be made; see the message above")
+            raise ValueError(f"{cfg.data} could not be made; see the message above")
     deadline = time.time() + cfg.dist_timeout
     while not last.is_file():
         if time.time() > deadline:

@@ -193,7 +193,7 @@ class Store:
             view = np.lib.stride_tricks.sliding_window_view
             self._windows = [view(t, block_size + 1)[::block_size] for t in self.tokens]    # (n, T+1) views, no copy
             self._ends = np.cumsum([len(w) for w in self._windows])
-            self.n_samples, self.lengths = int(self._ends[-1]), None
+            self.n_samples, self.lengths, self.kept = int(self._ends[-1]), None, None
             return
         self._ends = np.cumsum([len(t) for t in self.tokens])
         file = documents_file(folder, self.meta, split)
@@ -203,6 +203,7 @@ class Store:
         starts = np.load(file, mmap_mode="r")
         lengths = np.minimum(np.diff(starts, append=self._ends[-1]) - 1, block_size).astype(np.int32)
         some = lengths > 0
+        self.kept = None if some.all() else np.flatnonzero(some)        # which documents are samples, if not all
         self.n_samples = int(some.sum())
         self._starts, self.lengths = (starts, lengths) if some.all() else (starts[some], lengths[some])
         if not self.n_samples:
@@ -243,6 +244,11 @@ class Store:
                 found.append(tokens[a * self.block_size:b * self.block_size].reshape(-1, self.block_size))
         return found[0] if len(found) == 1 else np.concatenate(found), None
 
+    def analysis(self, metric, name):
+        """The command that makes a column."""
+        return (f"python data_analyze.py --data={shlex.quote(str(self.folder))} --block_size={self.block_size} "
+                f"--metric={name}" + " --samples=document" * (self.lengths is not None or metric.startswith("seqlen")))
+
     def column(self, metric, ranked=False):
         """One difficulty a sample, (N,), or its curriculum.ranks(), (N,) int32, written by data_analyze.py. Refuses one
         of other data by its fingerprint."""
@@ -250,8 +256,7 @@ class Store:
         file, note = (base.with_name(base.name + end) for end in (".rank.npy" if ranked else ".npy", ".json"))
         name = metric if metric in BUILT_IN or ".py:" in metric else f"FILE.py:{metric}"
         name += " --checkpoint=out/RUN/ckpt_STEP.pt" * (metric == "loss")
-        again = (f"python data_analyze.py --data={shlex.quote(str(self.folder))} --block_size={self.block_size} "
-                 f"--metric={name}" + " --samples=document" * (self.lengths is not None or metric.startswith("seqlen")))
+        again = self.analysis(metric, name)
         if not file.is_file() or not note.is_file():
             have = ", ".join(sorted(p.stem for p in self.columns.glob("*.json"))) or "none"
             raise ValueError(f"{file} is missing (columns there: {have}); make it with: {again}")

@@ -24,12 +24,14 @@ from pathlib import Path
 
 import numpy as np
 
+import glue
+import images
 import parts
 from data import EMBEDDED, digest_of, document_starts, documents_file, read_meta, write_atomic
 from difficulty import METRICS, analyze, show
 from flags import parse_flags, run_command
 from text import SKIPPED, STDIN, documents, embedded_files, text_files
-from tokenizer import Tokenizer, read_tokenizer
+from tokenizer import Tokenizer, read_tokenizer, read_vocab, wordpiece
 
 PATTERN = (r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"""
            r"""| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+""")
@@ -42,8 +44,13 @@ class Config:
     out: str = ""               # folder to write; data/stdlib for the embedded corpus
     data: str = ""              # an existing store: compute difficulty columns only
     text_key: str = "text"      # field of a JSON line that holds the text
-    tokenizer: str = "bpe"      # bpe (trained here), bytes, a tiktoken name (gpt2, o200k_base, ...) or a tokenizer.json
-    vocab_size: int = 2048      # of a trained bpe
+    images: str = ""            # instead of text: CIFAR's batches, folders of a class each, an .npz, or shapes (drawn)
+    image_size: int = 0         # image files are scaled to it; 0 = 224
+    task: str = ""              # labelled texts: one of GLUE's (cola, sst2, ..., with its folder), classify or regress
+    pair_key: str = ""          # of classify and regress: field of a second text
+    label_key: str = "label"    # of classify and regress: field of the label
+    tokenizer: str = "bpe"      # bpe, wordpiece (trained here), bytes, a tiktoken name, vocab.txt, or a tokenizer.json
+    vocab_size: int = 2048      # of a trained bpe or wordpiece
     val_fraction: float = 0.05  # share of the documents for validation: every 1/val_fraction-th
     errors: str = "strict"      # what to do with bytes that are no UTF-8: strict (refuse) or replace (count)
     skip_bad: int = 0           # malformed JSON lines to skip and count before refusing
@@ -68,19 +75,16 @@ def get_tokenizer(cfg, files):
         return Tokenizer({"kind": "bytes"})
     if cfg.tokenizer.endswith(".json"):
         return read_tokenizer(cfg.tokenizer)
-    if cfg.tokenizer != "bpe":
+    if cfg.tokenizer.endswith(".txt"):
+        return Tokenizer(read_vocab(cfg.tokenizer))
+    if cfg.tokenizer not in ("bpe", "wordpiece"):
         return Tokenizer({"kind": "tiktoken", "name": cfg.tokenizer})
     if cfg.vocab_size < 258:
         raise ValueError(f"--vocab_size={cfg.vocab_size}: a BPE needs at least 258 "
                          "(256 bytes, one merge, the end of text)")
     if set(map(str, files)) & set(STDIN):
-        raise ValueError("--text=- can be read only once, and --tokenizer=bpe is trained on the text first; "
-                         "name another --tokenizer, or write the text to a file")
-    try:
-        import rustbpe
-    except ImportError:
-        raise ValueError("--tokenizer=bpe needs the package rustbpe (pip install rustbpe); "
-                         "--tokenizer=bytes needs nothing") from None
+        raise ValueError(f"--text=- can be read only once, and --tokenizer={cfg.tokenizer} is trained on the text "
+                         "first; name another --tokenizer, or write the text to a file")
 
     def some():
         chars = 0
@@ -89,6 +93,15 @@ def get_tokenizer(cfg, files):
             chars += len(text)
             if chars > TRAIN_CHARS:
                 return
+    if cfg.tokenizer == "wordpiece":
+        print(f"training a WordPiece of {cfg.vocab_size} tokens ...", flush=True)
+        vocab = wordpiece([], True, some(), cfg.vocab_size).get_vocab()
+        return Tokenizer({"kind": "wordpiece", "vocab": sorted(vocab, key=vocab.get), "lowercase": True})
+    try:
+        import rustbpe
+    except ImportError:
+        raise ValueError("--tokenizer=bpe needs the package rustbpe (pip install rustbpe); "
+                         "--tokenizer=bytes needs nothing") from None
     print(f"training a BPE of {cfg.vocab_size} tokens ...", flush=True)
     bpe = rustbpe.Tokenizer()
     bpe.train_from_iterator(some(), cfg.vocab_size - 1, pattern=PATTERN)    # the last id is the end of text
@@ -199,7 +212,7 @@ def build(encoded, tokenizer, counts, cfg, out, corpus):
             np.save(tmp / f"{split}.docs.npy", np.array(starts[split], np.int64))
         (tmp / "tokenizer.json").write_text(spec)
         meta = {"dtype": np.dtype(dtype).name, "tokenizer": cfg.tokenizer, "vocab_size": tokenizer.vocab_size,
-                "eot_id": tokenizer.eot_id, "tokens": {s: tokens[s] for s in starts},
+                "eot_id": tokenizer.eot_id, "special": tokenizer.special, "tokens": {s: tokens[s] for s in starts},
                 "documents": {s: len(starts[s]) for s in starts},
                 "corpus": corpus, "fingerprint": fingerprint, "counts": dict(counts)}
         (tmp / "meta.json").write_text(json.dumps(meta, indent=1))
@@ -301,8 +314,40 @@ def find_documents(folder, job):
     job.wait()
 
 
+def make_labelled(cfg, given):
+    """Stores of images (images.py) and of labelled texts (glue.py): made by one process, at once."""
+    if cfg.images and (cfg.text or cfg.task):
+        raise ValueError("--images stands alone: leave --text and --task out")
+    if cfg.task and (cfg.task not in glue.TASKS or not cfg.text):
+        raise ValueError(f"--task={cfg.task} must be one of {', '.join(glue.TASKS)}, with its texts: --text=...")
+    if not cfg.out:
+        raise ValueError("--images and --task need a folder to write: --out=data/NAME")
+    if cfg.stage or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("--images and --task are read by one process: leave torchrun and --stage out")
+    own = {"images", "image_size"} if cfg.images else {"task", "text", "tokenizer", "vocab_size"} | (
+        {"text_key", "pair_key", "label_key", "val_fraction"} if cfg.task in ("classify", "regress") else set())
+    idle = sorted(given - own - {"out", "overwrite", "metric", "checkpoint", "block_size", "samples", "workers"}
+                  - ({"val_fraction"} if cfg.images else set()))
+    if idle:
+        raise ValueError(f"--{idle[0]} has no effect with --{'images' if cfg.images else 'task'}="
+                         f"{cfg.images or cfg.task}; leave it out")
+    if cfg.images:
+        return images.build(cfg.images, cfg.out, cfg.image_size, cfg.val_fraction, cfg.overwrite)
+    for file in cfg.text if cfg.task in ("classify", "regress") else ():
+        if not file.endswith((".tsv", ".jsonl")) or not Path(file).is_file():
+            raise ValueError(f"--text={file} must be a .tsv or .jsonl file")
+    cfg.samples = "document"
+    if cfg.tokenizer in ("bpe", "wordpiece"):
+        raise ValueError(f"--tokenizer={cfg.tokenizer} is trained on text, not on labelled ones: give the one of the "
+                         "model, --tokenizer=bert_folder/vocab.txt or data/mine/tokenizer.json")
+    glue.build(cfg.task, cfg.text, cfg.out, get_tokenizer(cfg, []), cfg.text_key, cfg.pair_key, cfg.label_key,
+               cfg.val_fraction, cfg.overwrite)
+
+
 def main():
     cfg, given = parse_flags(Config, sys.argv[1:], "Make a token store and its difficulty columns.")
+    if (cfg.images or cfg.task or images.is_images(cfg.data)) and "metric" not in given:
+        cfg.metric = ""
     metrics = [m for m in cfg.metric.split(",") if m]
     for m in metrics:
         if m not in METRICS and ".py:" not in m:
@@ -315,7 +360,7 @@ def main():
             raise ValueError(f"--{flag} is empty; give a file or a folder")
     if cfg.show and (not cfg.data or cfg.stage):
         raise ValueError("--show prints the columns of an existing store: --show --data=FOLDER, without --stage")
-    if "vocab_size" in given and cfg.tokenizer != "bpe":
+    if "vocab_size" in given and cfg.tokenizer not in ("bpe", "wordpiece"):
         raise ValueError(f"--vocab_size has no effect with --tokenizer={cfg.tokenizer}; leave one of the two out")
     if ("loss" in metrics and not cfg.show) != bool(cfg.checkpoint):
         raise ValueError("--metric=loss and --checkpoint=out/RUN/ckpt_STEP.pt go together: give both or neither")
@@ -329,7 +374,10 @@ def main():
         if idle:
             raise ValueError(f"--data analyses an existing store, where --{idle[0]} has no effect; "
                              "a new store is made with --text and --out")
-        read_meta(cfg.data)
+        if not images.is_images(cfg.data):
+            read_meta(cfg.data)
+    elif cfg.images or cfg.task:
+        make_labelled(cfg, given)
     elif cfg.text:
         if not cfg.out:
             raise ValueError("--text needs a folder to write: --out=data/NAME")
@@ -341,7 +389,7 @@ def main():
         if job.stage == "map":
             return
         job = parts.Job()
-    if cfg.samples == "document":
+    if cfg.samples == "document" and not images.is_images(folder):
         find_documents(folder, job)
     if metrics and not cfg.show:
         analyze(folder, cfg.block_size, metrics, cfg.checkpoint, cfg.samples, cfg.workers, job)

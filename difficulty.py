@@ -18,7 +18,8 @@ import numpy as np
 
 import parts
 from curriculum import load_function, ranks
-from data import Store, digest_of, write_atomic
+from data import digest_of, write_atomic
+from images import ImageStore, open_store
 from tokenizer import load_tokenizer
 
 CHUNK = 1 << 22     # tokens in flight in a thread
@@ -105,29 +106,41 @@ def reference_loss(store, checkpoint):
     import torch
 
     from checkpoint import load, read
-    from model import GPT
+    from model import FAMILIES
     try:
         saved = read(checkpoint)
         c, vocab_size = saved["config"], saved["vocab_size"]
     except Exception as e:      # torch.load raises whatever the damage makes of it
         raise ValueError(f"--checkpoint={checkpoint} is no checkpoint of train.py ({type(e).__name__})") from None
-    if store.block_size > c["block_size"]:
+    family, image = c.get("arch", "gpt"), isinstance(store, ImageStore)
+    if family != ("vit" if image else "gpt"):
+        raise ValueError(f"--checkpoint={checkpoint} is a {family}; the loss of "
+                         f"{'images is a vit' if image else 'texts is a gpt'}'s")
+    ends = saved.get("ends", {"vocab_size": vocab_size})
+    if image and ends["n_labels"] != len(store.meta["classes"]):
+        raise ValueError(f"--checkpoint={checkpoint} knows {ends['n_labels']} classes, {store.folder} has "
+                         f"{len(store.meta['classes'])}")
+    if not image and store.block_size > c["block_size"]:
         raise ValueError(f"--block_size={store.block_size} is longer than the checkpoint's {c['block_size']}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = {name: c[name] for name in c.keys() & {"block_size", "n_layer", "n_head", "n_embd", "bias", "pos", "gelu",
+    shape = {name: c[name] for name in c.keys() & {"n_layer", "n_head", "n_embd", "bias", "pos", "gelu", "norm",
                                       "n_expert", "expert_top_k", "moe_every"}}
-    if vocab_size != store.meta["vocab_size"]:
+    if not image and vocab_size != store.meta["vocab_size"]:
         raise ValueError(f"--checkpoint={checkpoint} has a vocabulary of {vocab_size}, "
                          f"{store.folder} one of {store.meta['vocab_size']}; both must be of one tokenizer")
-    model = GPT(vocab_size, **shape)
+    model = FAMILIES[family](**ends, **shape, **({} if image else {"block_size": c["block_size"]}))
     load(checkpoint, saved, {"model": dict(model.named_parameters())})
     model.to(device).eval()
-    per = max(1, 8192 // store.block_size)
+    per = 256 if image else max(1, 8192 // store.block_size)
 
     @torch.no_grad()
     def losses(first, last):
         out = np.empty(last - first)
         for i in range(first, last, per):
+            if image:
+                x, y = (torch.from_numpy(a).to(device) for a in store.rows(np.arange(i, min(i + per, last))))
+                out[i - first:i - first + per] = model(x, y, reduction="none").cpu()                    # (k,)
+                continue
             rows = torch.from_numpy(store.rows(np.arange(i, min(i + per, last)))).to(device)            # (k, T+1)
             loss = model(rows[:, :-1].clamp(min=0), rows[:, 1:], reduction="none").view(len(rows), -1)
             out[i - first:i - first + per] = (loss.sum(1) / (rows[:, 1:] >= 0).sum(1)).cpu()            # (k,)
@@ -137,7 +150,9 @@ def reference_loss(store, checkpoint):
 
 def own(store, metric):
     """The user's FILE.py:FUNCTION, called with up to 1,024 samples at a time."""
-    f = load_function(metric)
+    f, what = load_function(metric), "(tokens (N, T) integers, mask (N, T) booleans)"
+    if isinstance(store, ImageStore):
+        what = "(images (N, channels, H, W) integers, labels (N,) integers)"
 
     def values(first, last):
         out = []
@@ -147,8 +162,8 @@ def own(store, metric):
             try:
                 v = np.asarray(f(x, np.ones(x.shape, bool) if mask is None else mask), np.float64)
             except (TypeError, ValueError) as e:
-                raise ValueError(f"--metric={metric} failed ({e}); it must be a function of (tokens (N, T) integers, "
-                                 "mask (N, T) booleans) that returns (N,) numbers") from e
+                raise ValueError(f"--metric={metric} failed ({e}); it must be a function of {what} "
+                                 "that returns (N,) numbers") from e
             if v.shape != (len(x),):
                 raise ValueError(f"--metric={metric} returned shape {v.shape} for tokens {x.shape}; "
                                  f"it must be ({len(x)},)")
@@ -162,6 +177,8 @@ METRICS = {"voc": voc, "seqlen": seqlen, "seqlen_voc": seqlen_voc, "zlib": text_
 
 def compute(store, metric, checkpoint="", workers=1, job=None):
     """This job's share of the difficulties, (n,), by a name in METRICS or the user's own FILE.py:FUNCTION."""
+    if isinstance(store, ImageStore) and metric != "loss" and ".py:" not in metric:
+        raise ValueError(f"--metric={metric} is of texts; images have loss, and FILE.py:FUNCTION")
     if metric not in METRICS:
         if metric.rpartition(":")[2] in METRICS:
             raise ValueError(f"--metric={metric} would replace the column of the built-in metric; rename your function")
@@ -196,7 +213,7 @@ def write_column(store, metric, values, seconds):
 def analyze(folder, block_size, metrics, checkpoint="", samples="window", workers=0, job=None):
     """Make the columns of `metrics`, or this job's part of them."""
     job, workers = job or parts.Job(), workers or os.cpu_count()
-    store = Store(folder, "train", block_size, samples)
+    store = open_store(folder, block_size, samples)
     for metric in metrics:
         start = time.time()
         if job.alone:
@@ -221,7 +238,7 @@ def analyze(folder, block_size, metrics, checkpoint="", samples="window", worker
 
 def show(folder, block_size, metrics, samples="window"):
     """Print each column's quantiles and its easiest and hardest samples as text, and draw its histogram."""
-    store, tokenizer = Store(folder, "train", block_size, samples), load_tokenizer(folder)
+    store, tokenizer = open_store(folder, block_size, samples), load_tokenizer(folder)
     for name in (m.rpartition(":")[2] for m in metrics):
         values = store.column(name)
         marks = (0, 1, 10, 25, 50, 75, 90, 99, 100)
@@ -229,6 +246,9 @@ def show(folder, block_size, metrics, samples="window"):
         order = np.argsort(values, kind="stable")
         for label, ids in (("easiest", order[:3]), ("hardest", order[::-1][:3])):
             for i in ids:
+                if isinstance(store, ImageStore):
+                    print(f"    {label}: image {i}, {values[i]:.5g}: {store.meta['classes'][store.labels[i]]}")
+                    continue
                 x = store.rows([i])[0, :-1]
                 x = x[x >= 0]
                 text = tokenizer.decode(x) if tokenizer else " ".join(map(str, x))

@@ -50,14 +50,20 @@ def draw(seed, step, rows, layers, T, K):
     return torch.ops.ltd.draw(seed, step, rows, torch.as_tensor(layers, dtype=torch.int64, device=rows.device), T, K)
 
 
-def _draw(seed, step, rows, layers, T, K):
+def keys(seed, step, rows, layers, T):
+    """The random 64 bits of every position: (B, n, T) int64, for draw()'s arguments. Numbers below 0 are no layers and
+    free for other draws (masks of BERT, shifts of images), which are as reproducible by it as the kept tokens are."""
     dev = rows.device
     s = torch.full((1, 1), seed, dtype=torch.int64, device=dev)
     for word in (torch.tensor(step, device=dev), layers[None, :], rows[:, None]):
         s = mix(s + GOLDEN) ^ word                                          # (1, 1) -> (1, n) -> (B, n)
     s = mix(s + GOLDEN)
-    position = torch.arange(T, dtype=torch.int64, device=dev)
-    key = mix(s[..., None] + GOLDEN * (position + 1))                       # (B, n, T)
+    return mix(s[..., None] + GOLDEN * torch.arange(1, T + 1, device=dev))  # (B, n, T)
+
+
+def _draw(seed, step, rows, layers, T, K):
+    position = torch.arange(T, dtype=torch.int64, device=rows.device)
+    key = keys(seed, step, rows, layers, T)                                 # (B, n, T)
     key = (key >> 16 & 0xFFFFFFFF0000) | position                           # upper 32 bits, then the position: no ties
     kept = key.topk(K, dim=-1, largest=False, sorted=False).values & (MAX_T - 1)   # (B, n, K)
     return kept.sort(dim=-1).values.to(torch.int32)

@@ -217,11 +217,11 @@ class Engine:
 
     def forward_backward(self, x, y, keep, factor, last, reduction="sum", aux=0.0):
         """Forward and backward pass of rows x, y (b, T); gradients of factor times the summed loss are added up (aux:
-        the same for the experts' auxiliary losses, a position), and meet the other ranks' at the `last` micro-batch of
+        the same for the experts' auxiliary losses, a row), and meet the other ranks' at the `last` micro-batch of
         a step (zero2, zero3: at every one, which is what keeps them sharded). Returns the detached loss, () or with
         reduction="none" (b*T,); a pipeline's ranks without it 0."""
-        for moe in self.experts:        # a micro-batch's auxiliary losses weigh as its positions among the step's
-            moe.aux_scale.fill_(aux * (self.micro_rows if self.pp > 1 else len(x)) * x.size(1))
+        for moe in self.experts:        # a micro-batch's auxiliary losses weigh as its rows among the step's
+            moe.aux_scale.fill_(aux * (self.micro_rows if self.pp > 1 else len(x)))
         if self.pp > 1:
             return self._pipeline(x, y, keep, factor)
         context = contextlib.nullcontext()
@@ -309,8 +309,8 @@ class Engine:
     # state
 
     def add_moments(self, optimizer):
-        """Give AdamW its state before the first step: on disk where --offload says so, and there to be loaded into. The
-        files lose their names at once, so that they end with the process, however it ends."""
+        """Give the optimizer its state before the first step: on disk where --offload says so, and there to be loaded
+        into. The files lose their names at once, so that they end with the process, however it ends."""
         folder = self.offload.removeprefix("disk:") if self.offload.startswith("disk:") else ""
 
         def zeros(p):
@@ -329,8 +329,8 @@ class Engine:
             Path(folder).mkdir(parents=True, exist_ok=True)
         with torch.no_grad():
             for p in self.params:
-                optimizer.state[p] = {"step": torch.zeros((), device=local(p).device), "exp_avg": zeros(p),
-                                      "exp_avg_sq": zeros(p)}
+                optimizer.state[p] = {"momentum_buffer": zeros(p)} if isinstance(optimizer, torch.optim.SGD) else {
+                    "step": torch.zeros((), device=local(p).device), "exp_avg": zeros(p), "exp_avg_sq": zeros(p)}
 
     def state(self, optimizer):
         """What a checkpoint holds, under names that no layout changes: the live tensors, to be saved or loaded into."""

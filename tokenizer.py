@@ -1,7 +1,6 @@
-"""Tokenizers: `bytes`, a BPE trained on the corpus, or any tiktoken encoding; all saved as JSON, which can run no code.
-
-Only tiktoken is imported, and only where it is needed. Text -> ids is done offline, by data_analyze.py; a run needs
-ids -> text alone, for its samples.
+"""Tokenizers: `bytes`, a BPE or WordPiece trained on the corpus, any tiktoken encoding, BERT's vocab.txt; all saved as
+JSON, which can run no code. tiktoken and tokenizers are imported only where they are needed. Text -> ids is done
+offline, by data_analyze.py; a run needs ids -> text alone, for its samples.
 """
 import json
 import re
@@ -37,12 +36,43 @@ def tiktoken_encoding(name, limit_s=20):
                      "and set TIKTOKEN_CACHE_DIR, or use --tokenizer=bpe")
 
 
+def wordpiece(vocab, lowercase, train_on=None, vocab_size=0):
+    """BERT's tokenizer over a vocabulary, or one trained on an iterator of texts, as the tokenizers library has it."""
+    try:
+        import tokenizers as t
+    except ImportError:
+        raise ValueError("WordPiece needs the package tokenizers: pip install tokenizers") from None
+    pieces = t.Tokenizer(t.models.WordPiece({w: i for i, w in enumerate(vocab)}, unk_token="[UNK]"))
+    pieces.normalizer = t.normalizers.BertNormalizer(lowercase=lowercase)
+    pieces.pre_tokenizer, pieces.decoder = t.pre_tokenizers.BertPreTokenizer(), t.decoders.WordPiece()
+    if train_on is not None:
+        pieces.train_from_iterator(train_on, t.trainers.WordPieceTrainer(
+            vocab_size=vocab_size, show_progress=False, special_tokens=["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]))
+    return pieces
+
+
+def read_vocab(file):
+    """The spec of a BERT's vocab.txt, a token a line. Where no token has a capital letter, texts are lowercased."""
+    vocab = Path(file).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    missing = {"[UNK]", "[CLS]", "[SEP]", "[MASK]"} - set(vocab)
+    if missing:
+        raise ValueError(f"--tokenizer={file} lacks {', '.join(sorted(missing))}; it must be a BERT's vocab.txt, a "
+                         "token a line")
+    return {"kind": "wordpiece", "vocab": vocab, "lowercase": all(w == w.lower() or w[0] == "[" for w in vocab if w)}
+
+
 class Tokenizer:
-    """spec: {"kind": "bytes"} | {"kind": "tiktoken", "name"} | {"kind": "bpe", "pattern", "ranks": [latin-1 strings]}.
-    eot_id stands at the end of every document. The spelling of a special token inside a text is ordinary text."""
+    """spec: {"kind": "bytes"} | {"kind": "tiktoken", "name"} | {"kind": "bpe", "pattern", "ranks": [latin-1 strings]} |
+    {"kind": "wordpiece", "vocab": [strings], "lowercase"}. eot_id stands at the end of every document; special: the ids
+    of [CLS], [SEP] and [MASK], if there are some. A special token's spelling inside a text is ordinary text."""
 
     def __init__(self, spec):
-        self.spec, self.encoding = spec, None
+        self.spec, self.encoding, self.special, self.pieces = spec, None, None, None
+        if spec["kind"] == "wordpiece":
+            self.pieces = wordpiece(spec["vocab"], spec["lowercase"])
+            self.special = {kind: spec["vocab"].index(f"[{kind.upper()}]") for kind in ("cls", "sep", "mask")}
+            self.vocab_size, self.eot_id = len(spec["vocab"]), self.special["sep"]
+            return
         if spec["kind"] == "bytes":
             self.vocab_size, self.eot_id = 257, 256
             return
@@ -57,6 +87,8 @@ class Tokenizer:
 
     def encode(self, text):
         """str -> (n,) uint32 array, without eot_id. A run of white space over LONGEST_RUN is encoded in pieces."""
+        if self.pieces is not None:
+            return np.array(self.pieces.encode(text, add_special_tokens=False).ids, np.uint32)
         if self.encoding is None:
             return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
         pieces, at = [], 0
@@ -70,6 +102,9 @@ class Tokenizer:
 
     def decode(self, ids):
         """Token ids -> str; bytes that are no UTF-8 and ids without a token become U+FFFD, eot_id <|endoftext|>."""
+        if self.pieces is not None:
+            return self.pieces.decode([int(i) for i in ids], skip_special_tokens=False)
+
         def as_bytes(i):
             if self.encoding is None:
                 return bytes([i]) if i < 256 else b"<|endoftext|>"

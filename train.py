@@ -26,21 +26,25 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-import curriculum
 import data
 import ds_config
 import hf
 import ltd
 import probe
-from config import (CALL, EMBEDDED, Config, check, ensure_embedded, loss_scale, pick_device, plan_of,
-                    resumed, settle, store_for_plan)
+from config import (CALL, DRAWN, EMBEDDED, Config, check, ensure_embedded, loss_scale, pick_device, plan_of,
+                    resumed, settle, store_for_plan, task_of)
 from flags import flag_words, parse_flags, run_command
-from model import GPT, forward_flops, moe_layers
+from model import forward_flops, moe_layers
 from output import (Profile, TensorBoard, Trackers, append_line, device_name, git_hash, open_lines, peak_flops,
                     peak_memory, plot_loss, print0, read_log, start_wandb)
 from parallel import Engine
 from plan import print_plan
 from tokenizer import load_tokenizer
+
+
+# the flags that shape a model of any family
+MODEL_FLAGS = ("n_layer", "n_head", "n_embd", "dropout", "bias", "pos", "init_std", "recompute", "gelu", "norm",
+               "n_expert", "expert_top_k", "moe_every", "moe_balance", "moe_z")
 
 
 def main():
@@ -79,9 +83,10 @@ def main():
         return probe.probe(cfg, flags, plan_of(cfg, store_for_plan(cfg)))
 
     # everything that can be refused is refused here, before anything is written
-    if cfg.data == EMBEDDED:
+    if cfg.data in (EMBEDDED, DRAWN):
         ensure_embedded(cfg)
-    store = data.Store(cfg.data, "train", cfg.block_size, cfg.samples)
+    task = task_of(cfg)
+    store = task.store
     fingerprint = store.meta["fingerprint"]
     if found and content["fingerprint"] != fingerprint:
         raise ValueError(f"{path} was trained on other data ({content['fingerprint']}) than {cfg.data} "
@@ -110,12 +115,10 @@ def main():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     kernel = "off" if cfg.ltd == "off" else ltd.load_kernel(cfg.ltd_kernel, device)
-    shape = (store.meta["vocab_size"], cfg.block_size, cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.dropout, cfg.bias,
-             cfg.pos, cfg.init_std, cfg.recompute, getattr(torch, cfg.dtype), plan.ltd_layers, cfg.gelu,
-             cfg.n_expert, cfg.expert_top_k, cfg.moe_every, cfg.moe_balance, cfg.moe_z)
-    model = GPT(*shape)
+    model = task.model(dtype=getattr(torch, cfg.dtype), ltd_layers=plan.ltd_layers,
+                       **{name: getattr(cfg, name) for name in MODEL_FLAGS})
     if cfg.init_from and not found:
-        hf.load(cfg.init_from, model)
+        hf.load(cfg.init_from, model, cfg.arch, task.ends.get("n_labels", 0))
 
     def sample(model):
         """Text after the prompt; the same for the same seed."""
@@ -133,9 +136,9 @@ def main():
         return print(sample(model.to(device)))
     if found and content["step"] == plan.steps and plan.steps in read_log(out)[2]:
         return print0(f"{path} is the end of its run: nothing is left to do")
-    val = data.Store(cfg.data, "val", cfg.block_size)
-    n_eval = min(cfg.eval_samples or val.n_samples, val.n_samples)
-    windows = np.arange(n_eval) * val.n_samples // n_eval
+    task.open_val()
+    n_eval = min(cfg.eval_samples or task.n_val, task.n_val)
+    windows = np.arange(n_eval) * task.n_val // n_eval
 
     # the other ranks, and the folder
     start = content["step"] if found else 0
@@ -169,8 +172,8 @@ def main():
     engine.wrap(model, cfg.compile)
     groups = [dict(params=[p for p in engine.params if (p.dim() > 1) == matrix], weight_decay=decay)
               for matrix, decay in ((True, cfg.weight_decay), (False, 0.0))]
-    optimizer = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps,
-                                  fused=True)
+    optimizer = (torch.optim.SGD(groups, cfg.learning_rate, cfg.beta1, foreach=True) if cfg.optimizer == "sgd" else
+                 torch.optim.AdamW(groups, cfg.learning_rate, (cfg.beta1, cfg.beta2), cfg.eps, fused=True))
     first_scale, grow = loss_scale(cfg) if cfg.dtype == "float16" else (1.0, 0)
     seconds, skipped, scale, good = 0.0, 0, first_scale, 0
     score = by_id = None                                # TokenBypass: the running loss of every token id
@@ -209,43 +212,43 @@ def main():
     # the data: every rank draws the global batch and takes its share, so that ranks agree without talking
     def make_batch(step):
         first, last = (int(plan.batch[step]) * r // dp for r in (dp_rank, dp_rank + 1))
-        ids = plan.sampler.ids(step)[first:last]
-        cut = curriculum.reshape if plan.mode == "reshape" else curriculum.truncate
-        x, y = cut(store.rows(ids), int(plan.length[step]))                         # (b, T+1) -> (b*pieces, L) twice
+        everyone, length = plan.sampler.ids(step), int(plan.length[step])
+        ids = everyone[first:last]
+        x, y = task.batch(ids, length, step, first, plan.mode)
         pieces = len(x) // len(ids)
-        place = np.arange(first * pieces, last * pieces)                            # of the rows in the global batch
-        tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in (x, y, place)]
-        return ids, pieces, first, [t.pin_memory() for t in tensors] if device != "cpu" else tensors
+        tensors = [x, y, torch.arange(first * pieces, last * pieces)]               # places in the global batch
+        n = task.targets(everyone, length, int(plan.tokens[step]))
+        return ids, pieces, first, n, [t.pin_memory() for t in tensors] if device != "cpu" else tensors
 
     @torch.no_grad()
     def evaluate():
-        """Mean loss over the same n_eval validation windows: full length, all tokens, each rank a share."""
+        """What the task is judged by, over the same n_eval validation samples: full length, dense, a share a rank."""
         engine.train(False)
         total, begin, stop = 0.0, n_eval * dp_rank // dp, n_eval * (dp_rank + 1) // dp
         # as many turns on every rank, because a sharded model's ranks work together: an idle one repeats a window
         for i in range(begin, begin - (-n_eval // dp), cfg.batch_size):
-            rows = torch.from_numpy(val.rows(windows[i:min(i + cfg.batch_size, stop)] if i < stop else windows[:1]))
-            loss = engine.loss(*(t.to(device) for t in (rows[:, :-1], rows[:, 1:])))
-            total += loss.double() if i < stop else 0.0
+            x, y = task.val_batch(windows[i:min(i + cfg.batch_size, stop)] if i < stop else windows[:1])
+            sums = task.score(engine, x.to(device), y.to(device), i if i < stop else 0, n_eval)
+            total += sums if i < stop else torch.zeros_like(sums)
         engine.train()
-        total = engine.total(torch.as_tensor(total, dtype=torch.float64, device=device))
-        return total.item() / (n_eval * cfg.block_size)
+        return task.metrics(engine.total(total), windows)
 
     told = []                                           # SIGTERM: save and end after the step under way
     signal.signal(signal.SIGTERM, lambda *_: told.append(True))
-    n_ltd, vocab_size = len(plan.ltd_layers), store.meta["vocab_size"]
+    n_ltd = len(plan.ltd_layers)
     layers = torch.tensor(plan.ltd_layers, device=device)
     if cfg.ltd_redraw == "once":                        # the draw is keyed on the layer: one key, one draw
         layers = layers[:1].repeat(n_ltd)
     with_experts = moe_layers(cfg.n_layer, cfg.n_expert, cfg.moe_every)
     moe = [sum((i in plan.ltd_layers) == dropped for i in with_experts) for dropped in (False, True)]
     # backward costs twice the forward pass
-    flops = np.array([3 * r * forward_flops(cfg.n_layer, cfg.n_embd, vocab_size, T, K, n_ltd, True, moe, cfg.n_expert,
-                                            cfg.expert_top_k)
+    flops = np.array([3 * r * forward_flops(cfg.n_layer, cfg.n_embd,
+                                            task.cls.ends_flops(cfg.n_embd, T, **task.ends, mask_prob=cfg.mask_prob),
+                                            T, K, n_ltd, task.causal, moe, cfg.n_expert, cfg.expert_top_k)
                       for r, T, K in zip(plan.rows.tolist(), plan.length.tolist(), plan.keep.tolist())], float)
     peak = peak_flops(device) * world
     batches = data.prefetch(make_batch, start, plan.steps)
-    bad, recent, val_loss, saved, sound, stop = 0, [], math.nan, start, start, False
+    bad, recent, saved, sound, stop = 0, [], start, start, False
     engine.train()
     for step in range(start, plan.steps + 1):
         spent = {name: int(sums[step]) for name, sums in plan.spent.items()}
@@ -253,13 +256,14 @@ def main():
         # weights that gave no finite gradient are not worth keeping; with float16 a scale too high is the usual reason
         if step > saved and (end or step % cfg.save_interval == 0) and (not bad or scale > 1):
             saver.save(step, dict(step=step, seconds=seconds, skipped=skipped, scale=scale, good=good, order=order,
-                                  fingerprint=fingerprint, vocab_size=store.meta["vocab_size"],
+                                  fingerprint=fingerprint, vocab_size=task.ends.get("vocab_size", 0), ends=task.ends,
                                   config=dataclasses.asdict(cfg)), state)
             saved = step
         if (end or step % cfg.eval_interval == 0) and not stop:
-            val_loss = evaluate()
-            print0(f"step {step:05d}/{plan.steps:05d} | validation loss {val_loss:.4f}")
-            record_line({"step": step, "val_loss": val_loss, "seconds": seconds, "flops": flops[:step].sum(), **spent})
+            scores = evaluate()
+            print0(f"step {step:05d}/{plan.steps:05d} | validation "
+                   + " | ".join(f"{name.removeprefix('val_')} {value:.4f}" for name, value in scores.items()))
+            record_line({"step": step, **scores, "seconds": seconds, "flops": flops[:step].sum(), **spent})
         if end:
             break
 
@@ -268,10 +272,10 @@ def main():
         if profile:
             profile.at(step)
         t0 = time.perf_counter()
-        ids, pieces, first, tensors = next(batches)
+        ids, pieces, first, n, tensors = next(batches)
         waited = time.perf_counter() - t0               # for the data: prefetched, so next to nothing
         x, y, place = (t.to(device, non_blocking=True) for t in tensors)
-        T, K, n, lr = int(plan.length[step]), int(plan.keep[step]), int(plan.tokens[step]), float(plan.lr[step])
+        T, K, lr = int(plan.length[step]), int(plan.keep[step]), float(plan.lr[step])
         micro, total, hashes = engine.micro(cfg.batch_size * pieces, len(x)), torch.zeros((), device=device), []
         for i in range(0, len(x), micro):
             part = slice(i, i + micro)
@@ -285,7 +289,7 @@ def main():
                 torch.manual_seed(np.random.SeedSequence((cfg.seed, step, first * pieces + i)).generate_state(1).item())
             # sum / targets of the global batch; the engine takes the mean over the dp ranks
             loss = engine.forward_backward(x[part], y[part], keep, dp * scale / n, i + micro >= len(x),
-                                           "sum" if score is None else "none", dp * scale / (int(plan.rows[step]) * T))
+                                           "sum" if score is None else "none", dp * scale / int(plan.rows[step]))
             if score is not None:                       # (b*T,) losses to their target ids
                 each = torch.stack((loss.double(), (y[part].reshape(-1) >= 0).double()))
                 by_id.index_add_(1, y[part].reshape(-1).clamp(min=0), each)
@@ -335,7 +339,7 @@ def main():
         # tell
         spent = {name: int(sums[step + 1]) for name, sums in plan.spent.items()}
         if step > start + 2:                            # the first steps warm caches up
-            recent = (recent + [(dt, n, flops[step], waited)])[-20:]
+            recent = (recent + [(dt, plan.tokens[step], flops[step], waited)])[-20:]
         if trace is not None:
             append_line(trace, dict(step=step, rank=dp_rank, sample_ids=ids.tolist(), ltd_keep=K, ltd_hash=hashes,
                                     lr=lr, difficulty={k: float(v[step]) for k, v in plan.limits.items()},
@@ -344,7 +348,7 @@ def main():
         if with_experts and step % cfg.log_interval == 0:
             shares = {"expert_shares": engine.expert_shares(with_experts, cfg.n_expert)}
         if rank == 0 and step % cfg.log_interval == 0:
-            busy, fed, work, idle = map(sum, zip(*(recent or [(dt, n, flops[step], waited)])))
+            busy, fed, work, idle = map(sum, zip(*(recent or [(dt, plan.tokens[step], flops[step], waited)])))
             mfu = work / busy / peak
             eta = flops[step + 1:].sum() / (work / busy) / 60
             print(f"step {step:05d}/{plan.steps:05d} | loss {mean:.4f} | lr {lr:.1e} | "
@@ -370,12 +374,13 @@ def main():
     if rank == 0:
         saver.prune(cfg.keep_ckpts)
         plot_loss(out)
-        if step == plan.steps and not engine.sharded:
+        if step == plan.steps and not engine.sharded and cfg.arch == "gpt":
             print(f"\n{sample(model)}\n")
-        result = dict(val_loss="not evaluated" if stop else f"{val_loss:.4f}", tokens_sampled=spent["sampled"],
-                      tokens_with_loss=spent["tokens"], tokens_cut_off=spent["sampled"] - spent["tokens"],
-                      layer_tokens=spent["layer_tokens"], seconds=f"{seconds:.1f}", steps=f"{step} of {plan.steps}",
-                      skipped=skipped, peak_memory_mb=round(int(memory) / 2**20), corpus=fingerprint, out=out)
+        scores = {"val_loss": "not evaluated"} if stop else {k: f"{v:.4f}" for k, v in scores.items()}
+        result = dict(scores, tokens_sampled=spent["sampled"], tokens_with_loss=spent["tokens"],
+                      tokens_cut_off=spent["sampled"] - spent["tokens"], layer_tokens=spent["layer_tokens"],
+                      seconds=f"{seconds:.1f}", steps=f"{step} of {plan.steps}", skipped=skipped,
+                      peak_memory_mb=round(int(memory) / 2**20), corpus=fingerprint, out=out)
         print("---\n" + "\n".join(f"{key}: {value}" for key, value in result.items()), flush=True)
     if dist.is_initialized():
         dist.barrier()

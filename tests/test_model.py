@@ -78,7 +78,7 @@ def test_flops_agree_with_torchs_counter(K):
     x, y = batch(2, 256, 512)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         m(x, y, None if K is None else draw(m, 2, 256, K))
-    ours = 2 * forward_flops(6, 128, 512, 256, K, 4 if K else 0, causal=False)
+    ours = 2 * forward_flops(6, 128, GPT.ends_flops(128, 256, 512), 256, K, 4 if K else 0, causal=False)
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
@@ -86,8 +86,9 @@ def test_flops_agree_with_torchs_counter(K):
 def test_token_dropping_saves_the_published_share_of_flops(size, saving):
     """A linear ramp of K from T / 16 to T: 28.8, 38.2, 41.0 % (124M, 350M, 1.3B)."""
     n_layer, n_embd, _, T, _ = SIZES[size]
-    ramp = [forward_flops(n_layer, n_embd, 50257, T, K, n_layer - 2) for K in torch.linspace(T / 16, T, 1001).tolist()]
-    assert 1 - sum(ramp) / 1001 / forward_flops(n_layer, n_embd, 50257, T) == pytest.approx(saving, abs=.001)
+    ends = GPT.ends_flops(n_embd, T, 50257)
+    ramp = [forward_flops(n_layer, n_embd, ends, T, K, n_layer - 2) for K in torch.linspace(T / 16, T, 1001).tolist()]
+    assert 1 - sum(ramp) / 1001 / forward_flops(n_layer, n_embd, ends, T) == pytest.approx(saving, abs=.001)
 
 
 @pytest.mark.parametrize("size,millions", [("gpt2", 124), ("gpt2-medium", 354), ("gpt3-1.3b", 1315)])

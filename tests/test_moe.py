@@ -81,7 +81,7 @@ def test_flops_with_experts_agree_with_torchs_counter():
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model(x, x, keep)
     assert list(moe_layers(4, 4, 2)) == [1, 3]
-    ours = 2 * forward_flops(4, 32, 97, 64, 16, 2, False, moe=(1, 1), n_expert=4, expert_top_k=2)
+    ours = 2 * forward_flops(4, 32, GPT.ends_flops(32, 64, 97), 64, 16, 2, False, moe=(1, 1), n_expert=4, expert_top_k=2)
     assert ours == pytest.approx(counter.get_total_flops(), rel=.02)
 
 

@@ -2,6 +2,7 @@
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -98,7 +99,8 @@ def test_losses_are_the_golden_ones(store, tmp_path):
     """tests/losses.txt: 20 steps plain, 20 with everything on. Bit-identical on the machine kind that its first line
     names; elsewhere the kernels sum in another order, and 1e-3 is what 20 steps make of that."""
     file = ROOT / "tests" / "losses.txt"
-    key = f"torch {torch.__version__.split('+')[0]} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    cpu = dict(re.findall(r"^(vendor_id|cpu family|model)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M))
+    key = f"torch {torch.__version__.split('+')[0]} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {' '.join(cpu.values())}"
     runs = {"plain": run_traced(store, tmp_path, "plain", *PLAIN), "all on": run_traced(store, tmp_path, "on", *ON, "--train_tokens=8000", "--pos=rotary", "--dropout=0.1", "--learning_rate=2e-3")}
     got = {name: [r[t, 0]["loss"] for t in range(20)] for name, r in runs.items()}
     if os.environ.get("WRITE_GOLDEN"):
