@@ -30,7 +30,7 @@ import parts
 from data import EMBEDDED, digest_of, document_starts, documents_file, read_meta, write_atomic
 from difficulty import METRICS, analyze, show
 from flags import parse_flags, run_command
-from text import SKIPPED, STDIN, documents, embedded_files, text_files
+from text import SKIPPED, SPLITS, STDIN, documents, embedded_files, text_files
 from tokenizer import Tokenizer, read_tokenizer, read_vocab, wordpiece
 
 PATTERN = (r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"""
@@ -49,6 +49,7 @@ class Config:
     task: str = ""              # labelled texts: one of GLUE's (cola, sst2, ..., with its folder), classify or regress
     pair_key: str = ""          # of classify and regress: field of a second text
     label_key: str = "label"    # of classify and regress: field of the label
+    split: str = ""             # cut each text into documents: at its lines (line), or at blank lines (paragraph)
     tokenizer: str = "bpe"      # bpe, wordpiece (trained here), bytes, a tiktoken name, vocab.txt, or a tokenizer.json
     vocab_size: int = 2048      # of a trained bpe or wordpiece
     val_fraction: float = 0.05  # share of the documents for validation: every 1/val_fraction-th
@@ -165,6 +166,8 @@ def check_out(files, cfg, out):
         raise ValueError(f"--out={out} holds the text to read, or {out.name}.parts does; give another --out")
     if not 0 <= cfg.val_fraction < 1:
         raise ValueError(f"--val_fraction={cfg.val_fraction:g} must be at least 0 and below 1")
+    if cfg.split and cfg.split not in SPLITS:
+        raise ValueError(f"--split={cfg.split} is unknown; it takes {' or '.join(SPLITS)}")
     if cfg.errors not in ("strict", "replace"):
         raise ValueError(f"--errors={cfg.errors} is unknown; it takes strict or replace")
 
@@ -273,7 +276,7 @@ def make_store(files, cfg, out, corpus, job):
         raise ValueError("--text=- is one stream and has no parts; write it to files first")
     folder = out.with_name(f"{out.name}.parts")
     key = parts.key_of([[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files], cfg.tokenizer,
-                       digest_of(cfg.tokenizer), cfg.vocab_size, cfg.text_key, cfg.errors)
+                       digest_of(cfg.tokenizer), cfg.vocab_size, cfg.text_key, cfg.errors, cfg.split)
     # one tokenizer for all parts; trained on the same text it is the same, so it does not matter who is first
     spec = folder / f"tokenizer.{key}.json"
     folder.mkdir(parents=True, exist_ok=True)

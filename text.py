@@ -15,6 +15,7 @@ from pathlib import Path
 KINDS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 STDIN = ("-", "-.jsonl")
 SKIPPED = "malformed lines skipped"
+SPLITS = ("line", "paragraph")
 
 
 def text_files(paths):
@@ -137,6 +138,17 @@ def records(file, cfg, counts, progress):
                 yield from ((text, where) for text in json_text(line, where, cfg, counts, number == 1))
 
 
+def pieces(text, split):
+    """A text as documents: its lines, or its runs of lines that are not blank. What is blank is thrown away."""
+    run = []
+    for line in (*text.split("\n"), ""):
+        if line.strip():
+            run.append(line.rstrip())
+        if run and (split == "line" or not line.strip()):
+            yield "\n".join(run)
+            run = []
+
+
 def documents(files, cfg, counts, progress=lambda n: None):
     """Yield the text of every document. A lone surrogate (legal in JSON, not in UTF-8) becomes U+FFFD."""
     for file in files:
@@ -149,7 +161,10 @@ def documents(files, cfg, counts, progress=lambda n: None):
             except UnicodeEncodeError:
                 text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
                 counts["documents with lone surrogates replaced"] += 1
-            yield text
+            if cfg.split:
+                yield from pieces(text, cfg.split)
+            else:
+                yield text
 
 
 def embedded_files():

@@ -6,6 +6,8 @@
 #
 #     runs/ablation.sh             all of it, then the tables (out/ablation/table.md, match.md, *.png)
 #     runs/ablation.sh --quick     every arm at a toy size, one rate and seed, in minutes: to see that it works
+#     runs/ablation.sh bert        dense, LTD, a pool by length and both, of masked language models over paragraphs of the same text
+#     runs/ablation.sh vit         dense and LTD, of classifiers of drawn images
 #
 # What the paper reports, for its models: token dropping and curricula beat dense training at the same layer-tokens, both
 # together are best; a growing K beats a constant one, a fresh draw a layer beats one draw for all, dense ends are needed,
@@ -17,23 +19,34 @@ python=${PYTHON:-python} out=${OUT:-out/ablation} jobs=${JOBS:-2}
 size=${SIZE:---n_layer=6 --n_head=4 --n_embd=64 --block_size=128} tokens=${TOKENS:-400000}
 data=${DATA:-data/stdlib_bytes}         # Python's standard library, byte by byte: a small vocabulary for a small model
 rates=${RATES:-1e-3 2e-3 4e-3 8e-3} seeds=${SEEDS:-1 2 3} more=${MORE-4 5} budgets=${BUDGETS-50 67}
-case "${1:-}" in
+evals="--eval_samples=512 --eval_interval=50 --max_new_tokens=1" kind=${1:-} arms=
+case "$kind" in
     "") ;;
+    bert) out=${OUT:-out/ablation_bert} size=${SIZE:---arch=bert --pos=rotary --samples=document --n_layer=6 --n_head=4 --n_embd=64 --block_size=128}
+        tokens=${TOKENS:-1000000} data=${DATA:-data/stdlib_paragraphs} rates=${RATES:-2e-3 4e-3 8e-3} more=${MORE-} budgets=${BUDGETS-}
+        arms="dense ltd seqlen seqlen_ltd" evals="--eval_samples=1024 --eval_interval=100" ;;
+    vit) out=${OUT:-out/ablation_vit} size=${SIZE:---model=vit-tiny --global_batch=32 --batch_size=32} tokens=${TOKENS:-2000000} data=${DATA:-data/shapes}
+        rates=${RATES:-1e-3 2e-3 4e-3} more=${MORE-} budgets=${BUDGETS-} arms="dense ltd" evals="--eval_samples=0 --eval_interval=400" ;;
     --quick) out=${OUT:-out/ablation_quick} size="--n_layer=4 --n_head=2 --n_embd=16 --block_size=32" tokens=6000 rates=4e-3 seeds=1 more="" budgets=50 ;;
-    *) die "$1 is unknown; it takes --quick or nothing (OUT, DATA, SIZE, TOKENS, RATES, SEEDS, MORE, BUDGETS, ARMS in the environment)" ;;
+    *) die "$1 is unknown; it takes --quick, bert, vit or nothing (OUT, DATA, SIZE, TOKENS, RATES, SEEDS, MORE, BUDGETS, ARMS in the environment)" ;;
 esac
-block=$(echo "$size" | grep -o "block_size=[0-9]*" | cut -d= -f2) || die "SIZE=$size must name a --block_size=N"
+block=$(echo "$size" | grep -o "block_size=[0-9]*" | cut -d= -f2) || [ "$kind" = vit ] || die "SIZE=$size must name a --block_size=N"
 case "$out$data" in *" "*) die "OUT and DATA must be without blanks" ;; esac
 [ -d "$data" ] || [ -z "${DATA:-}" ] || [ "${1:-}" = --quick ] || die "DATA=$data is no folder; make it with: python data_analyze.py --text=... --out=$data"
-[ -d "$data" ] || $python data_analyze.py --tokenizer=bytes --out="$data" --metric=
-[ -f "$data/T$block/voc.json" ] || $python data_analyze.py --data="$data" --block_size="$block"
+case "$kind" in
+    vit) [ -d "$data" ] || $python data_analyze.py --images=shapes --out="$data" ;;
+    bert) [ -d "$data" ] || $python data_analyze.py --tokenizer=bytes --split=paragraph --out="$data" --metric=
+        [ -f "$data/T$block-documents/seqlen.json" ] || $python data_analyze.py --data="$data" --block_size="$block" --samples=document --metric=seqlen ;;
+    *) [ -d "$data" ] || $python data_analyze.py --tokenizer=bytes --out="$data" --metric=
+        [ -f "$data/T$block/voc.json" ] || $python data_analyze.py --data="$data" --block_size="$block" ;;
+esac
 mkdir -p "$out"
 settings="$size $tokens $data"
 [ ! -f "$out/settings.txt" ] || [ "$(cat "$out/settings.txt")" = "$settings" ] || die "$out holds runs of other settings ($(cat "$out/settings.txt")); take another OUT"
 echo "$settings" > "$out/settings.txt"
 
 off="--pool=off --seqlen=off" cl="--pool=voc:30%..100%:40%:sqrt" len="25%..100%:40%" ltd="--ltd=25%..100%:70%"
-third=$((tokens / (16 * block) * 40 / 300))     # levels that divide the block: reshape pads nothing. 16: samples a step
+block=${block:-65} third=$((tokens / (16 * block) * 40 / 300))     # levels that divide the block: reshape pads nothing. 16: samples a step
 levels="$((block / 4))..$block:$((3 * third)):$((block / 4))@$third,$((block / 2))@$((2 * third))"
 arm() {         # the flags of an arm; the defaults are voc + truncate + LTD
     case $1 in
@@ -47,6 +60,8 @@ arm() {         # the flags of an arm; the defaults are voc + truncate + LTD
         voc_truncate) echo "$cl --seqlen=truncate:$len --ltd=off" ;;
         voc_reshape)  echo "$cl --seqlen=reshape:$levels --ltd=off" ;;
         ltd)          echo "$off $ltd" ;;
+        seqlen)       echo "--pool=seqlen:30%..100%:40%:sqrt --seqlen=off --ltd=off" ;;     # these two need --samples=document
+        seqlen_ltd)   echo "--pool=seqlen:30%..100%:40%:sqrt --seqlen=off $ltd" ;;
         constant)     echo "$off --ltd=75%..75%:0" ;;     # about the mean of the growing K over its run (NOTES.md)
         once)         echo "$off $ltd --ltd_redraw=once" ;;
         no_ends)      echo "$off $ltd --ltd_dense=none" ;;
@@ -59,7 +74,7 @@ arm() {         # the flags of an arm; the defaults are voc + truncate + LTD
         *) die "ARMS: $1 is no arm" ;;
     esac
 }
-arms=${ARMS:-"dense all ltd voc_truncate truncate voc reshape voc_reshape ramp constant once no_ends bypass ltd_steps all_steps hard random"}
+arms=${ARMS:-${arms:-"dense all ltd voc_truncate truncate voc reshape voc_reshape ramp constant once no_ends bypass ltd_steps all_steps hard random"}}
 for a in $arms; do arm "$a" > /dev/null; done
 line() {        # arm, rate, seed, budget -> the command of one run; the floor of the decay is a tenth of the peak
     local floor flags
@@ -71,8 +86,7 @@ go() {          # run what is on standard input, a run a line; what it prints go
     export OMP_NUM_THREADS=${THREADS:-1}
     xargs -P "$jobs" -I{} sh -c 'run=$1; shift; log=${run#--out=}; log=${log%% *}.txt
         grep -qs "'"$over"'" "$log" || "$@" $run > "$log" 2>&1 || grep -qs "'"$over"'" "$log" || { cat "$log" >&2; exit 255; }' run {} \
-        $python train.py --data="$data" $size --eval_samples=512 --eval_interval=50 --save_interval=1000 --keep_ckpts=1 \
-        --max_new_tokens=1 --resume
+        $python train.py --data="$data" $size $evals --save_interval=1000 --keep_ckpts=1 --resume
 }
 ended() { for d in "$@"; do ! grep -qs '^steps: \([0-9]*\) of \1$' "$d.txt" || echo "$d"; done; }
 table() { $python bench.py table $(ended "$@") --png="$png" $match > "$file" || { cat "$file"; exit 1; }; }

@@ -479,7 +479,7 @@ def test_what_the_families_cannot_do_is_refused_by_name(store, pictures, documen
             ([*VIT_TINY, f"--data={store}"], ["no images", "images"]), ([*TINY, f"--data={pictures}"], ["images", "--model"]),
             ([*VIT_TINY, f"--data={pictures}", "--seqlen=truncate:8..16:40%"], ["--seqlen", "--arch=vit"]),
             ([*VIT_TINY, f"--data={pictures}", "--block_size=17"], ["--block_size", "patches"]),
-            ([*VIT_TINY, f"--data={pictures}", "--ltd=off", "--patch_size=5"], ["--patch_size=5"]),
+            ([*VIT_TINY, f"--data={pictures}", "--ltd=4..8:70%", "--patch_size=5"], ["--patch_size=5"]),
             ([*BERT_TINY[:-2], "--seqlen=reshape:16..64:40%", f"--data={store}"], ["reshape", "truncate"]),
             ([*BERT_TINY, "--nsp", f"--data={store}"], ["--nsp", "--samples=document"]),
             ([*BERT_TINY, "--ltd_choice=importance", f"--data={store}"], ["--ltd_choice", "--arch=bert"]),
