@@ -158,8 +158,10 @@ def bench_table(cfg, folders):
     order = sorted(arms, key=lambda a: (a != cfg.against, a != "dense", a))
     print(f"corpus {corpus}; last checkpoint, full-length dense evaluation; "
           "learning rate: the best by mean of those with the most seeds\n")
-    print(f"| arm | learning rate | validation loss, mean (sd) | n | minus {cfg.against}, paired, 95 % "
-          "| tokens sampled | with a loss | layer-tokens | PFLOP | seconds |\n" + "|---" * 10 + "|")
+    records = [r[0] for rates in arms.values() for seeds in rates.values() for r in seeds.values()]
+    judged = [k for k in ("accuracy", "f1", "matthews", "pearson", "spearman") if all(k in r for r in records)]
+    print(f"| arm | learning rate | validation loss, mean (sd) |{''.join(f' {k} |' for k in judged)} n | minus {cfg.against}, paired, 95 % "
+          "| tokens sampled | with a loss | layer-tokens | PFLOP | seconds |\n" + "|---" * (10 + len(judged)) + "|")
     result = {"bench": "table", "against": cfg.against, "arms": {}}
     for arm in order:
         chosen = arms[arm][best[arm]]
@@ -175,10 +177,12 @@ def bench_table(cfg, folders):
         seconds = statistics.mean(r[0]["seconds"] for r in chosen.values())
         tried = ", ".join(f"{lr:g}" for lr in sorted(arms[arm]))
         spent = " | ".join(f"{first[k] / 1e6:.2f}M" for k in ("sampled", "tokens", "layer_tokens"))
-        print(f"| {arm} | {best[arm]:g} of {tried} | {mean:.4f} ({sd:.4f}) | {len(chosen)} | {gap} | {spent} "
+        more = "".join(" | {:.4f} ({:.4f})".format(*mean_sd([r[0][k] for r in chosen.values()])) for k in judged)
+        print(f"| {arm} | {best[arm]:g} of {tried} | {mean:.4f} ({sd:.4f}){more} | {len(chosen)} | {gap} | {spent} "
               f"| {first.get('flops', math.nan) / 1e15:.3g} | {seconds:.0f} |")
         result["arms"][arm] = {"lr": best[arm], "mean": round(mean, 4), "sd": round(sd, 4) if sd == sd else None,
                                "n": len(chosen), "gap": d and round(d, 4), "half": half and round(half, 4),
+                               **{k: round(mean_sd([r[0][k] for r in chosen.values()])[0], 4) for k in judged},
                                "rates": {f"{lr:g}": mean_loss(seeds) for lr, seeds in arms[arm].items()}}
     print("\nthe sweep: mean validation loss (n)\n")
     for arm in order:

@@ -13,7 +13,10 @@ case $size in
     125m) lr=6e-4 batch=256 ;;
     350m) lr=3e-4 batch=256 ;;
     760m) lr=2.5e-4 batch=256 ;;
-    *) echo "error: SIZE=$size must be 125m, 350m or 760m: runs/gpt3_small.sh 125m both 100" >&2; exit 2 ;;
+    2.7b) lr=1.6e-4 batch=512 ;;
+    6.7b) lr=1.2e-4 batch=1024 ;;
+    13b) lr=1e-4 batch=1024 ;;
+    *) echo "error: SIZE=$size must be 125m, 350m, 760m, 2.7b, 6.7b or 13b: runs/gpt3_small.sh 125m both 100" >&2; exit 2 ;;
 esac
 [ "$percent" -ge 1 ] 2> /dev/null && [ "$percent" -le 100 ] || { echo "error: PERCENT=$percent must be a whole number from 1 to 100" >&2; exit 2; }
 on_cl="--pool=voc:1%..100%:40%:sqrt --seqlen=truncate:6.25%..100%:40%" on_ltd="--ltd=6.25%..100%:70%"

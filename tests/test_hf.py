@@ -5,10 +5,10 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import OFF, make_store, ok, refused, train
+from conftest import OFF, ROOT, command, make_store, ok, refused, train
 
 import hf
-from model import GPT
+from model import BERT, GPT, ViT
 
 transformers = pytest.importorskip("transformers")
 T, V = 64, 257
@@ -98,3 +98,71 @@ def test_what_is_no_gpt2_is_refused_in_one_line(theirs, store, tmp_path):
     ok(train(*flags, "--n_layer=4", "--n_embd=32", "--n_head=2", "--block_size=64", "--stop_step=1"))
     refused(train("--resume", f"--out={tmp_path}/run", f"--export=hf:{tmp_path}/x"), "--gelu=tanh")
     assert not (tmp_path / "x").exists()
+
+
+def shaken(model):
+    """No weight at its initial value, so that a forgotten one shows."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * .3)
+    return model.eval()
+
+
+BERT_CONFIG = dict(vocab_size=50, max_position_embeddings=24, num_hidden_layers=4, hidden_size=32, num_attention_heads=2, intermediate_size=128, num_labels=3)
+
+
+@pytest.mark.parametrize("name,n_labels,nsp", [("BertForMaskedLM", 0, False), ("BertForPreTraining", 0, True), ("BertForSequenceClassification", 3, False)])
+@torch.no_grad()
+def test_bert_equals_transformers_with_padding_and_segments_and_goes_back(name, n_labels, nsp, tmp_path):
+    """1e-4 of logits of several units: float32 sums in another order."""
+    torch.manual_seed(0)
+    theirs = shaken(getattr(transformers, name)(transformers.BertConfig(**BERT_CONFIG)))
+    theirs.save_pretrained(tmp_path / "a")
+    flags = hf.read_config(tmp_path / "a")
+    ours = BERT(50, 24, 4, 2, 32, bias=True, norm="post", n_labels=n_labels, nsp=nsp).eval()
+    hf.load(tmp_path / "a", ours, "bert", n_labels)
+    ids, real = torch.randint(5, 50, (3, 20)), torch.arange(20) < torch.tensor([[20], [11], [5]])
+    segments = (torch.arange(20) >= 4).long().expand(3, 20)
+    out = theirs(input_ids=ids, attention_mask=real.long(), token_type_ids=segments)
+    want, got = getattr(out, "logits", None) if not nsp else out.prediction_logits, ours(torch.stack((torch.where(real, ids, -1), segments), 2))
+    where = torch.ones(3, dtype=bool) if n_labels else real
+    assert (got[where] - want[where]).abs().max() < 1e-4 < want.abs().max()
+    hf.save(ours, flags | {"nsp": nsp}, tmp_path / "b")
+    back = getattr(transformers, name).from_pretrained(tmp_path / "b").state_dict()
+    assert all(torch.equal(t, back[k]) for k, t in theirs.state_dict().items())
+
+
+@torch.no_grad()
+def test_vit_equals_transformers_and_goes_back_and_takes_a_larger_image(tmp_path):
+    torch.manual_seed(0)
+    theirs = shaken(transformers.ViTForImageClassification(transformers.ViTConfig(
+        num_hidden_layers=4, hidden_size=32, num_attention_heads=2, intermediate_size=128, image_size=12, patch_size=4, num_labels=7)))
+    theirs.save_pretrained(tmp_path / "a")
+    flags = hf.read_config(tmp_path / "a")
+    assert (flags["image_size"], flags["block_size"], flags["arch"]) == (12, 10, "vit")
+    ours, pictures = ViT(7, 12, 4, 4, 2, 32, bias=True).eval(), torch.randn(3, 3, 12, 12)
+    hf.load(tmp_path / "a", ours, "vit", 7)
+    want = theirs(pictures).logits
+    assert (ours(pictures) - want).abs().max() < 1e-4 < want.abs().max()
+    hf.save(ours, flags, tmp_path / "b")
+    back = transformers.ViTForImageClassification.from_pretrained(tmp_path / "b").state_dict()
+    assert all(torch.equal(t, back[k]) for k, t in theirs.state_dict().items())
+    large = ViT(5, 24, 4, 4, 2, 32, bias=True).eval()           # positions on a finer grid; another number of classes: a new head
+    hf.load(tmp_path / "a", large, "vit", 5)
+    grid, old = large.wpe.weight[1:].view(6, 6, 32), ours.wpe.weight[1:].view(3, 3, 32)
+    assert torch.equal(large.wpe.weight[0], ours.wpe.weight[0]) and torch.equal(large.patch.weight, ours.patch.weight)
+    assert (grid.mean((0, 1)) - old.mean((0, 1))).abs().max() < .2 and large(torch.zeros(1, 3, 24, 24)).shape == (1, 5)
+
+
+def test_a_bert_of_ours_goes_on_as_a_classifier_from_its_checkpoint(store, tmp_path):
+    """Pretrained here, exported, fine-tuned: the body is what was trained, the head is new, and a line says so."""
+    ok(train(*RUN, "--pool=off", "--seqlen=off", "--ltd=off", "--arch=bert", "--n_layer=4", "--n_head=2", "--n_embd=32", f"--block_size={T}", f"--data={store}", f"--out={tmp_path}/a"))
+    ok(train("--resume", f"--out={tmp_path}/a", f"--export={tmp_path}/m.pt"))
+    rows = [(w, len(w) % 2) for w in ("abc", "ab", "abcd", "a", "abcde") * 8]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": w, "label": k}) + "\n" for w, k in rows))
+    ok(command(ROOT / "data_analyze.py", "--task=classify", f"--text={tmp_path}/d.jsonl", "--val_fraction=0.2", f"--tokenizer={store}/tokenizer.json", f"--out={tmp_path}/ds"))
+    said = ok(train(*RUN, "--ltd=off", f"--init_from={tmp_path}/m.pt", f"--data={tmp_path}/ds", f"--out={tmp_path}/b", "--learning_rate=0", "--min_lr=0", "--stop_step=1"))
+    assert "not in it, so drawn: pooler.weight, pooler.bias, head.weight, head.bias" in said
+    a, b = (torch.load(next((tmp_path / name).glob("ckpt*.pt")))["model"] for name in "ab")
+    assert all(torch.equal(t, b[k]) for k, t in a.items() if k.startswith(("blocks", "wte", "wpe", "wse", "ln"))) and b["head.weight"].shape == (2, 32)
+    refused(train(*RUN, "--ltd=off", f"--init_from={tmp_path}/d.jsonl.pt", f"--data={tmp_path}/ds", f"--out={tmp_path}/c"), "no checkpoint", "--export=model.pt")
