@@ -74,7 +74,7 @@ class Config:
     seqlen_multiple: int = 8    # lengths are multiples of this
     ltd: str = "25%..100%:70%"  # PACE of the kept tokens of the middle layers, or off
     ltd_multiple: int = 16      # kept tokens are multiples of this
-    ltd_dense: str = "ends"     # which ends of the stack drop nothing: ends (both), first, last, none
+    ltd_dense: str = "ends"     # which ends drop nothing: ends (a layer at each), first, last, none, or FRONT,BACK
     ltd_redraw: str = "layer"   # draw afresh for every layer, or once for all of them
     ltd_choice: str = "random"  # random, or importance: TokenBypass, by the running loss of each token id
     batch_ramp: bool = False    # control: spend what --seqlen and --ltd would spend a step on fewer whole dense samples

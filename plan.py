@@ -7,6 +7,7 @@ schedule is state: to resume is to go to row N. Learning rate and budget are cou
 
 Paper: "DeepSpeed Data Efficiency", arXiv 2212.03597 section 3.3. Numpy only. See it:  python train.py --plan
 """
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,14 @@ def effective_length(length, keep, n_layer, n_ltd):
 
 
 DENSE = {"ends": (1, 1), "first": (1, 0), "last": (0, 1), "none": (0, 0)}   # how many layers at either end drop nothing
+
+
+def dense_ends(text):
+    """(layers at the front, at the back) that drop nothing: a word in DENSE, or FRONT,BACK."""
+    if re.fullmatch(r"\d+,\d+", text):
+        return tuple(map(int, text.split(",")))
+    check(ltd_dense=(text, (*DENSE, "FRONT,BACK as 2,2")))
+    return DENSE[text]
 
 
 def amount(text, whole, step, flag):
@@ -84,7 +93,7 @@ def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seq
     elsewhere) the pool stays unknown. Raises ValueError for settings that make no run."""
     T, B = block_size, global_batch
     counted = "layer_tokens", "tokens", "steps"
-    check(budget=(budget, counted), lr_unit=(lr_unit, (*counted, "")), ltd_dense=(ltd_dense, tuple(DENSE)))
+    check(budget=(budget, counted), lr_unit=(lr_unit, (*counted, "")))
     if min(train_tokens, B, T, n_layer, seqlen_multiple, ltd_multiple) < 1:
         raise ValueError("--train_tokens, --global_batch, --block_size, --n_layer, --seqlen_multiple and "
                          "--ltd_multiple must be at least 1")
@@ -99,7 +108,7 @@ def make_plan(train_tokens, budget, global_batch, block_size, n_layer, pool, seq
     if mode not in ("off", "truncate", "reshape"):
         raise ValueError(f"--seqlen={seqlen}: the mode must be truncate or reshape, "
                          "as in --seqlen=truncate:25%..100%:40%")
-    front, back = DENSE[ltd_dense]
+    front, back = dense_ends(ltd_dense)
     ltd_layers = range(front, n_layer - back) if drop else range(0)
     if drop and not ltd_layers:
         raise ValueError("--ltd drops tokens in all layers but the first and the last (--ltd_dense), and "

@@ -50,7 +50,7 @@ def arm_of(config):
         kind = "LTD" if c["ltd_choice"] == "random" else "TokenBypass"
         parts.append(kind + f" constant {start}" * (start == end) + " one draw" * (c["ltd_redraw"] == "once")
                      + {"ends": "", "first": ", last layer too", "last": ", first layer too",
-                        "none": ", first and last layer too"}[c["ltd_dense"]])
+                        "none": ", first and last layer too"}.get(c["ltd_dense"], f", {c['ltd_dense']} layers dense"))
     parts += [f"{c['n_expert']} experts"] * (c["n_expert"] > 0)
     if c["batch_ramp"]:
         parts = [f"dense, batches as {' + '.join(parts)}"]
@@ -160,7 +160,8 @@ def bench_table(cfg, folders):
           "learning rate: the best by mean of those with the most seeds\n")
     records = [r[0] for rates in arms.values() for seeds in rates.values() for r in seeds.values()]
     judged = [k for k in ("accuracy", "f1", "matthews", "pearson", "spearman") if all(k in r for r in records)]
-    print(f"| arm | learning rate | validation loss, mean (sd) |{''.join(f' {k} |' for k in judged)} n | minus {cfg.against}, paired, 95 % "
+    more = "".join(f" {k} (sd) |" for k in judged)
+    print(f"| arm | learning rate | validation loss, mean (sd) |{more} n | minus {cfg.against}, paired, 95 % "
           "| tokens sampled | with a loss | layer-tokens | PFLOP | seconds |\n" + "|---" * (10 + len(judged)) + "|")
     result = {"bench": "table", "against": cfg.against, "arms": {}}
     for arm in order:

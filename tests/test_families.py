@@ -213,17 +213,38 @@ def same_run(a, b, exact=True):
         assert a[t] == b[t] if exact else (a[t][:2], a[t][3:]) == (b[t][:2], b[t][3:]) and abs(a[t][2] - b[t][2]) < 1e-5
 
 
-def test_a_bert_over_documents_resumes_exactly_and_is_the_same_for_two_ranks(documents, tmp_path):
-    """Masking, dropout, pairs, a pool by length and dropping on; ranks' losses to 1e-5 (another order of sums), a resume bit for bit."""
-    flags = [*BERT_TINY[:-3], "--pool=seqlen_voc:20..64:40%", "--seqlen=truncate:24..64:50%", "--ltd=16..64:60%", "--samples=document", "--nsp",
-             f"--data={documents}", "--train_tokens=12000"]
-    whole = run(flags, tmp_path / "one")
-    same_run(whole, run(flags, tmp_path / "two", ranks=2), exact=False)
-    run([*flags, "--stop_step=9"], tmp_path / "cut")
-    ok(train("--resume", f"--out={tmp_path}/cut", f"--trace={tmp_path}/cut.jsonl"))
-    same_run(joined(trace(tmp_path / "cut.jsonl")), whole)
-    vals = [[r["val_loss"] for r in map(json.loads, open(tmp_path / name / "log.jsonl")) if "val_loss" in r] for name in ("one", "two")]
-    assert vals[0] == pytest.approx(vals[1], abs=1e-5)
+def documents_flags(documents):
+    return [*BERT_TINY[:-3], "--pool=seqlen_voc:20..64:40%", "--seqlen=truncate:24..64:50%", "--ltd=16..64:60%", "--samples=document", "--nsp",
+            f"--data={documents}", "--train_tokens=12000", "--dist_timeout=60"]
+
+
+def resumes(flags, folder, name):
+    """A run, bit for bit the same when it is stopped and resumed."""
+    whole = run(flags, folder / name)
+    run([*flags, "--stop_step=9"], folder / f"{name}-cut")
+    ok(train("--resume", f"--out={folder}/{name}-cut", f"--trace={folder}/{name}-cut.jsonl"))
+    same_run(joined(trace(folder / f"{name}-cut.jsonl")), whole)
+    return whole
+
+
+def test_a_bert_over_documents_resumes_exactly(documents, tmp_path):
+    """Masking, dropout, pairs, a pool by length, truncation and dropping on."""
+    resumes([*documents_flags(documents), "--dropout=0.1"], tmp_path, "bert")
+
+
+def test_both_families_are_the_same_run_under_every_engine(documents, pictures, tmp_path):
+    """Two ranks; ids, kept tokens and rates equal, losses to 1e-5 (another order of sums), those of the evaluation, too."""
+    runs, layouts = {}, ("--parallel=ddp", "--parallel=zero3 --recompute=block", "--tp=2 --recompute=selective")
+    for name, flags in (("bert", documents_flags(documents)), ("vit", [*VIT_TINY, f"--data={pictures}", "--dist_timeout=60"])):
+        run(flags, tmp_path / name)
+        runs |= {f"{name}-{i}": [*flags, f"--out={tmp_path}/{name}-{i}", f"--trace={tmp_path}/{name}-{i}.jsonl", *layout.split()] for i, layout in enumerate(layouts)}
+    (tmp_path / "runs.json").write_text(json.dumps(list(runs.values())))
+    ok(command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "tests" / "many.py", tmp_path / "runs.json"))
+    for other in runs:
+        name = other.partition("-")[0]
+        same_run(joined(trace(tmp_path / f"{name}.jsonl")), joined(trace(tmp_path / f"{other}.jsonl")), exact=False)
+        a, b = ([{k: v for k, v in r.items() if k in ("val_loss", "accuracy")} for r in map(json.loads, open(tmp_path / f / "log.jsonl")) if "val_loss" in r] for f in (name, other))
+        assert a == [pytest.approx(r, abs=1e-5) for r in b] and len(a) == 2
 
 
 # -----------------------------------------------------------------------------
@@ -371,19 +392,10 @@ def test_augmentation_shifts_and_mirrors_and_follows_from_seed_step_and_place():
     assert torch.equal(tasks.augment(x, 0, 5, torch.arange(64), "flip").sum((1, 2, 3)), x.sum((1, 2, 3)))
 
 
-def test_a_vit_resumes_exactly_and_is_the_same_for_two_ranks_and_with_sgd(pictures, tmp_path):
-    """Augmentation, dropout and dropping on (the class token's too); ranks' losses to 1e-5, a resume bit for bit."""
-    flags = [*VIT_TINY, f"--data={pictures}"]
-    whole = run(flags, tmp_path / "one")
-    same_run(whole, run(flags, tmp_path / "two", ranks=2), exact=False)
-    for name, more in (("adamw", ["--dropout=0.1"]), ("sgd", ["--optimizer=sgd", "--learning_rate=0.05", "--lr_decay=constant"])):
-        whole = run([*flags, *more], tmp_path / name)
-        run([*flags, *more, "--stop_step=9"], tmp_path / f"{name}-cut")
-        ok(train("--resume", f"--out={tmp_path}/{name}-cut", f"--trace={tmp_path}/{name}-cut.jsonl"))
-        same_run(joined(trace(tmp_path / f"{name}-cut.jsonl")), whole)
-    val = [json.loads(line) for line in open(tmp_path / "one" / "log.jsonl")]
-    val = [r for r in val if "val_loss" in r]
-    assert {"val_loss", "accuracy"} <= val[-1].keys()
+def test_a_vit_resumes_exactly_with_adamw_and_sgd(pictures, tmp_path):
+    """Augmentation, dropout and dropping on, the class token's too."""
+    resumes([*VIT_TINY, f"--data={pictures}", "--dropout=0.1"], tmp_path, "adamw")
+    resumes([*VIT_TINY, f"--data={pictures}", "--optimizer=sgd", "--learning_rate=0.05", "--lr_decay=constant"], tmp_path, "sgd")
 
 
 def test_sgd_is_torchs_sgd_by_hand(pictures, tmp_path):

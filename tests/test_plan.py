@@ -124,3 +124,32 @@ def test_dense_ends_are_a_choice():
     layers = {dense: plan(ltd="16..16:0", ltd_dense=dense).ltd_layers for dense in ("ends", "first", "last", "none")}
     assert layers == {"ends": range(1, 5), "first": range(1, 6), "last": range(0, 5), "none": range(0, 6)} and not plan().ltd_layers
     assert plan(ltd="16..16:0", ltd_dense="none").spent["layer_tokens"][1] == 8 * 16
+
+
+def reference_pace(start, end, total, steps):
+    """The reference's K, by 8: it is cut at `end` only, and goes on behind `total` where `end` is no multiple."""
+    d = np.floor(start + (end - start) * np.arange(steps) / total)
+    return np.minimum(d - d % 8, end)
+
+
+def test_the_published_counts_of_fine_tuning_gpt2_and_vit_are_met():
+    """recipes: PTB in two epochs of 262 batches of 4, micro-batches of 2: 1373 micro-steps with 2,147,024 layer-tokens (22 dropped layers),
+    1344 with 2,148,032 (20); CIFAR: 5,474 steps with 305,784,192, which is over all layers of 32 rows."""
+    for dense, n, tokens in (("ends", 1373, 2_147_024), ("2,2", 1344, 2_148_032)):
+        p = make_plan(**PLAIN | dict(train_tokens=2 * 262 * 4096, global_batch=4, block_size=1024, n_layer=24, ltd="128..1024:400", ltd_multiple=8, ltd_dense=dense))
+        micro = np.repeat(2 * ((1024 * (24 - len(p.ltd_layers)) + p.keep * len(p.ltd_layers)) // 24), 2).cumsum()
+        at = int(np.searchsorted(micro, 2 * 262 * 4096))
+        assert (at + 1, micro[at], p.steps) == (n, tokens, -(-n // 2))
+    p = make_plan(**PLAIN | dict(budget="steps", train_tokens=5474 * 128 * 197, global_batch=128, block_size=197, n_layer=12, ltd="32..197:3910", ltd_multiple=8))
+    K = reference_pace(32, 197, 3910, 5474)
+    assert p.steps == 5474 and int(32 * (10 * K + 2 * 197).sum()) == 305_784_192
+    assert set(np.flatnonzero(p.keep != K)) == set(range(3910, 3982))       # ours is there when it is said to be
+    with pytest.raises(ValueError, match="ltd_dense=two.*2,2"):
+        make_plan(**PLAIN | dict(ltd="16..64:70%", ltd_dense="two"))
+
+
+def test_bert_larges_plans_are_the_published_ones():
+    """2.0M steps dense, 2.72M with random-LTD at the same 1049B layer-tokens."""
+    kw = PLAIN | dict(train_tokens=2_000_000 * 1024 * 512, global_batch=1024, block_size=512, n_layer=24)
+    assert make_plan(**kw).steps == 2_000_000
+    assert round(make_plan(**kw | dict(ltd="128..512:2000000", ltd_multiple=16)).steps / 1e6, 2) == 2.72
