@@ -96,7 +96,7 @@ class Masked(Causal):
         self.val = Store(self.data, "val", self.T, self.samples)
         self.val_lengths, self.n_val = self.lengthened(self.val).lengths, self.val.n_samples
 
-    def rows(self, store, lengths, ids, length, step, places):
+    def rows(self, store, lengths, ids, length, key, places):
         """(b, L) ids with -1 for padding, (b, L) segments, (b, L) whether it may be masked, (b,) whether B is alien."""
         tokens = store.rows(ids)                                                        # (b, T+1)
         b, alien = len(ids), np.zeros(len(ids), np.int64)
@@ -107,7 +107,7 @@ class Masked(Causal):
             return x, segments, np.arange(length) > np.zeros((b, 1)), alien
         n = np.minimum(lengths[ids], length)
         if self.nsp:
-            draw = ltd.keys(self.seed, step, places, torch.tensor([PAIR]), 10).numpy()[:, 0]
+            draw = ltd.keys(*key, places, torch.tensor([PAIR]), 10).numpy()[:, 0]
             for row, segment, text, end, word, i in zip(x, segments, tokens, n, draw, range(b)):
                 m = end - 3                                     # tokens of A and B
                 split = 1 + int(word[0] % max(1, m - 1))
@@ -130,13 +130,14 @@ class Masked(Causal):
         n = np.full(n_rows, length) if lengths is None else np.minimum(lengths, length)
         return np.maximum(1, np.floor(self.prob * np.maximum(n - self.added, 1) + 0.5)).astype(np.int64)
 
-    def masked(self, store, lengths, ids, length, step, places):
-        """Samples with their masks, x (b, L, 2) and y (b, L). places: (b,) int64, what the draw is keyed on."""
-        x, segments, may, alien = self.rows(store, lengths, ids, length, step, places)
-        draw = ltd.keys(self.seed, step, places, torch.tensor([MASKED, KIND, OTHER]), length).numpy()
-        key, kind, other = draw.transpose(1, 0, 2)                                      # (b, L) three times
+    def masked(self, store, lengths, ids, length, key, places):
+        """Samples with their masks, x (b, L, 2) and y (b, L). key: (seed, step), and places: (b,) int64, are what the
+        draw is keyed on."""
+        x, segments, may, alien = self.rows(store, lengths, ids, length, key, places)
+        draw = ltd.keys(*key, places, torch.tensor([MASKED, KIND, OTHER]), length).numpy()
+        first, kind, other = draw.transpose(1, 0, 2)                                      # (b, L) three times
         count = self.counts(None if lengths is None else lengths[ids], len(ids), length)
-        rank = np.where(may, key, np.iinfo(np.int64).max).argsort(1).argsort(1)         # (b, L)
+        rank = np.where(may, first, np.iinfo(np.int64).max).argsort(1).argsort(1)         # (b, L)
         chosen = may & (rank < count[:, None])
         y, tenth = np.where(chosen, x, -1), kind % 10
         x = np.where(chosen & (tenth < 8), self.mask_id, x)
@@ -146,15 +147,16 @@ class Masked(Causal):
         return torch.from_numpy(np.stack((x, segments), 2)), torch.from_numpy(y)        # (b, L, 2), (b, L)
 
     def batch(self, ids, length, step, first, mode):
-        return self.masked(self.real, self.store.lengths, ids, length, step, torch.arange(first, first + len(ids)))
+        return self.masked(self.real, self.store.lengths, ids, length, (self.seed, step),
+                           torch.arange(first, first + len(ids)))
 
     def targets(self, ids, length, tokens):
         return int(self.counts(None if self.store.lengths is None else self.store.lengths[ids], len(ids), length).sum())
 
     def val_batch(self, ids):
-        """A sample's mask is always the same: its number takes the place of the row's."""
+        """A sample's mask is the same in every run: its number takes the place of the row's, and no seed has a say."""
         length = self.T if self.val_lengths is None else -(-int(self.val_lengths[ids].max()) // 8) * 8
-        return self.masked(self.val, self.val_lengths, ids, min(length, self.T), -1, torch.from_numpy(ids))
+        return self.masked(self.val, self.val_lengths, ids, min(length, self.T), (0, -1), torch.from_numpy(ids))
 
     def metrics(self, sums, ids):
         lengths = None if self.val_lengths is None else self.val_lengths[ids]
@@ -212,7 +214,7 @@ class Labelled(Scores, Masked):
         self.ends = {"vocab_size": self.ends["vocab_size"], "n_labels": meta["n_labels"]}
 
     def texts(self, store, lengths, ids, length):
-        x, _, _, _ = self.rows(store, lengths, ids, length, 0, None)
+        x, _, _, _ = self.rows(store, lengths, ids, length, None, None)
         first = (x == self.sep_id).argmax(1)                    # all behind the first [SEP] is B
         segments = (np.arange(length) > first[:, None]) & (x >= 0)
         return torch.from_numpy(np.stack((x, segments), 2))                             # (b, L, 2)

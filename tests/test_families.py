@@ -170,6 +170,12 @@ def test_masks_are_15_percent_80_10_10_and_never_special_tokens(documents):
     assert not torch.equal(again[0], again[1])
     part, other = task.batch(ids[5:9], 64, 1, 5, "off"), tasks.Masked(str(documents), 64, "document", seed=4)
     assert torch.equal(part[1], again[1][5:9]) and not torch.equal(other.batch(ids, 64, 1, 0, "off")[1], again[1])
+    for t in (task, other):
+        t.open_val()
+    some = np.array([1, 5, 6])                      # in the evaluation a sample's mask is the same for every seed, in any company
+    (x, y), (z, w) = task.val_batch(some), other.val_batch(some[1:])
+    n = min(x.shape[1], z.shape[1])
+    assert torch.equal(x[1:, :n], z[:, :n]) and torch.equal(y[1:, :n], w[:, :n]) and (y >= 0).any(1).all()
     short, y = task.batch(ids, 24, 1, 0, "off")             # cut by a curriculum: ends with [SEP], fewer masks
     assert short.shape[1] == 24 and ((short[..., 0] == task.sep_id).sum(1) == 1).all() and (y >= 0).sum() == task.targets(ids, 24, None)
 
