@@ -26,7 +26,7 @@ case "$kind" in
         tokens=${TOKENS:-1000000} data=${DATA:-data/stdlib_paragraphs} rates=${RATES:-2e-3 4e-3 8e-3} more=${MORE-} budgets=${BUDGETS-}
         arms="dense ltd seqlen seqlen_ltd" evals="--eval_samples=1024 --eval_interval=100" ;;
     vit) out=${OUT:-out/ablation_vit} size=${SIZE:---model=vit-tiny --global_batch=32 --batch_size=32} tokens=${TOKENS:-2000000} data=${DATA:-data/shapes}
-        rates=${RATES:-1e-3 2e-3 4e-3} more=${MORE-} budgets=${BUDGETS-} arms="dense ltd" evals="--eval_samples=0 --eval_interval=400" ;;
+        rates=${RATES:-1e-3 2e-3 4e-3 8e-3} more=${MORE-} budgets=${BUDGETS-} arms="dense ltd" evals="--eval_samples=0 --eval_interval=400" ;;
     --quick) out=${OUT:-out/ablation_quick} size="--n_layer=4 --n_head=2 --n_embd=16 --block_size=32" tokens=6000 rates=4e-3 seeds=1 more="" budgets=50 ;;
     *) die "$1 is unknown; it takes --quick, bert, vit or nothing (OUT, DATA, SIZE, TOKENS, RATES, SEEDS, MORE, BUDGETS, ARMS in the environment)" ;;
 esac
