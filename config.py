@@ -201,12 +201,17 @@ def check(cfg, given, world):
     for bad, what in ((other and cfg.sample, "--sample"), (other and cfg.pp > 1, f"--pp={cfg.pp}"),
                       (other and cfg.ltd_choice != "random", f"--ltd_choice={cfg.ltd_choice}"),
                       (cfg.arch == "vit" and cfg.seqlen != "off", f"--seqlen={cfg.seqlen}"),
+                      (cfg.arch == "vit" and cfg.probe == "seqlen", "--probe=seqlen"),
                       (cfg.arch == "vit" and cfg.samples != "window", f"--samples={cfg.samples}"),
                       (cfg.arch == "bert" and cfg.seqlen.startswith("reshape"), f"--seqlen={cfg.seqlen}")):
         if bad:
             raise ValueError(f"{what} does not go with --arch={cfg.arch}; leave it out"
                              + ", or take --seqlen=truncate:..." * what.startswith("--seqlen=reshape"))
-    for idle, flags, why in ((cfg.arch != "bert", ("mask_prob", "nsp"), f"--arch={cfg.arch}"),
+    labelled = tasks.is_labelled(cfg.data)
+    for idle, flags, why in ((labelled, ("mask_prob", "nsp"), f"the labelled texts of --data={cfg.data}"),
+                             (labelled and cfg.samples == "window", ("samples",), f"the labelled texts of {cfg.data}"),
+                             (other, ("prompt", "max_new_tokens", "temperature", "top_k"), f"--arch={cfg.arch}"),
+                             (cfg.arch != "bert", ("mask_prob", "nsp"), f"--arch={cfg.arch}"),
                              (cfg.arch != "vit", ("image_size", "patch_size", "augment"), f"--arch={cfg.arch}"),
                              (cfg.arch == "vit", ("block_size",), "--arch=vit: it follows from the patches"),
                              (cfg.optimizer == "sgd", ("beta2", "eps"), "--optimizer=sgd"),

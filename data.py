@@ -34,12 +34,47 @@ def write_atomic(path, write):
         temporary.unlink(missing_ok=True)
 
 
+def refuse_out(out, overwrite, ours, sources=()):
+    """Refuse a folder `out` that a store may not be written to: it is there and not to be replaced, holds something
+    that is no file of a store (ours: a pattern of their names), lies below a file, or holds what is to be read."""
+    out = Path(out)
+    if out.exists() and not overwrite:
+        raise ValueError(f"{out} exists; give another --out, or --overwrite to replace it")
+    inside = [p for p in (out.iterdir() if out.is_dir() else ()) if not re.fullmatch(ours, p.name)]
+    inside += [p for p in out.glob("T*/*") if not p.name.endswith((".npy", ".json", ".png", ".tmp", ".parts"))]
+    if out.exists() and (not out.is_dir() or out.is_symlink() or inside):
+        raise ValueError(f"--overwrite will not delete {inside[0] if inside else out}: it is no part of a store; "
+                         "give another --out")
+    if any(p.is_file() for p in out.absolute().parents):
+        raise ValueError(f"--out={out} lies below a file; give another --out")
+    if any(out.resolve() in (s.resolve(), *s.resolve().parents) for s in map(Path, sources)):
+        raise ValueError(f"--out={out} holds what is to be read; give another --out")
+
+
+def read_labels(folder, split, n, n_labels):
+    """The labels of a split: (n,) int64 classes below n_labels, or float64 where that is 1. ValueError names the
+    file."""
+    file = Path(folder) / f"{split}.labels.npy"
+    try:
+        labels = np.load(file)
+        if labels.shape != (n,):
+            raise ValueError(f"{labels.shape} labels for {n}")
+        if n_labels > 1 and n and not 0 <= labels.min() <= labels.max() < n_labels:
+            raise ValueError(f"labels from {labels.min()} to {labels.max()} of {n_labels} classes")
+    except (OSError, ValueError, EOFError) as e:
+        raise ValueError(f"{file} is damaged or missing ({e}); make the data again") from None
+    return labels
+
+
 EMBEDDED = "data/stdlib"        # the store of the embedded corpus
 
 
 def columns_folder(folder, block_size, samples):
     """Where a store's difficulty columns for these samples lie."""
     return Path(folder) / (f"T{block_size}" + "-documents" * (samples == "document"))
+
+
+STORE_FILES = r"meta\.json|(train|val)\.(bin|(docs|labels)\.npy)|tokenizer\.json|T\d+(-documents)?"
 
 
 def digest_of(file):

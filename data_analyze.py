@@ -11,7 +11,6 @@ stands beside it), a second one turns tokens into one number a sample. Paper: ar
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 import sys
@@ -27,7 +26,7 @@ import numpy as np
 import glue
 import images
 import parts
-from data import EMBEDDED, digest_of, document_starts, documents_file, read_meta, write_atomic
+from data import EMBEDDED, STORE_FILES, digest_of, document_starts, documents_file, read_meta, refuse_out, write_atomic
 from difficulty import METRICS, analyze, show
 from flags import parse_flags, run_command
 from text import SKIPPED, SPLITS, STDIN, documents, embedded_files, text_files
@@ -152,16 +151,7 @@ def encode_all(files, cfg, tokenizer, counts):
 
 def check_out(files, cfg, out):
     """Refuse what cannot be built, before anything is read."""
-    if out.exists() and not cfg.overwrite:
-        raise ValueError(f"{out} exists; give another --out, or --overwrite to replace it")
-    ours = re.compile(r"meta\.json|(train|val)\.bin|(train|val)\.docs\.npy|tokenizer\.json|T\d+(-documents)?")
-    inside = [p for p in (out.iterdir() if out.is_dir() else ()) if not ours.fullmatch(p.name)]
-    inside += [p for p in out.glob("T*/*") if not p.name.endswith((".npy", ".json", ".png", ".tmp", ".parts"))]
-    if out.exists() and (not out.is_dir() or out.is_symlink() or inside):
-        raise ValueError(f"--overwrite will not delete {inside[0] if inside else out}: it is no part of a store; "
-                         "give another --out")
-    if any(p.is_file() for p in out.absolute().parents):
-        raise ValueError(f"--out={out} lies below a file; give another --out")
+    refuse_out(out, cfg.overwrite, STORE_FILES)
     if any({out.resolve(), out.resolve().with_name(f"{out.name}.parts")} & set(f.resolve().parents) for f in files):
         raise ValueError(f"--out={out} holds the text to read, or {out.name}.parts does; give another --out")
     if not 0 <= cfg.val_fraction < 1:
@@ -327,15 +317,15 @@ def make_labelled(cfg, given):
         raise ValueError("--images and --task need a folder to write: --out=data/NAME")
     if cfg.stage or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--images and --task are read by one process: leave torchrun and --stage out")
-    own = {"images", "image_size"} if cfg.images else {"task", "text", "tokenizer", "vocab_size"} | (
-        {"text_key", "pair_key", "label_key", "val_fraction"} if cfg.task in ("classify", "regress") else set())
-    idle = sorted(given - own - {"out", "overwrite", "metric", "checkpoint", "block_size", "samples", "workers"}
-                  - ({"val_fraction"} if cfg.images else set()))
-    if idle:
-        raise ValueError(f"--{idle[0]} has no effect with --{'images' if cfg.images else 'task'}="
+    own = {"images", "image_size", "val_fraction", "workers", "overwrite", "out", "metric", "checkpoint"}
+    if cfg.task:
+        own = {"task", "text", "tokenizer", "workers", "overwrite", "out", "metric", "block_size"} | (
+            {"text_key", "pair_key", "label_key", "val_fraction"} if cfg.task in ("classify", "regress") else set())
+    if given - own:
+        raise ValueError(f"--{sorted(given - own)[0]} has no effect with --{'images' if cfg.images else 'task'}="
                          f"{cfg.images or cfg.task}; leave it out")
     if cfg.images:
-        return images.build(cfg.images, cfg.out, cfg.image_size, cfg.val_fraction, cfg.overwrite)
+        return images.build(cfg.images, cfg.out, cfg.image_size, cfg.val_fraction, cfg.overwrite, cfg.workers)
     for file in cfg.text if cfg.task in ("classify", "regress") else ():
         if not file.endswith((".tsv", ".jsonl")) or not Path(file).is_file():
             raise ValueError(f"--text={file} must be a .tsv or .jsonl file")
@@ -344,7 +334,7 @@ def make_labelled(cfg, given):
         raise ValueError(f"--tokenizer={cfg.tokenizer} is trained on text, not on labelled ones: give the one of the "
                          "model, --tokenizer=bert_folder/vocab.txt or data/mine/tokenizer.json")
     glue.build(cfg.task, cfg.text, cfg.out, get_tokenizer(cfg, []), cfg.text_key, cfg.pair_key, cfg.label_key,
-               cfg.val_fraction, cfg.overwrite)
+               cfg.val_fraction, cfg.overwrite, cfg.workers)
 
 
 def main():
@@ -353,6 +343,8 @@ def main():
         cfg.metric = ""
     metrics = [m for m in cfg.metric.split(",") if m]
     for m in metrics:
+        if (cfg.images or images.is_images(cfg.data)) and m != "loss" and ".py:" not in m:
+            raise ValueError(f"--metric={m} is of texts; images have loss, and FILE.py:FUNCTION")
         if m not in METRICS and ".py:" not in m:
             raise ValueError(f"--metric={m} is unknown; it takes {', '.join(METRICS)} or FILE.py:FUNCTION")
     names = [m.rpartition(":")[2] for m in metrics]
@@ -367,7 +359,7 @@ def main():
         raise ValueError(f"--vocab_size has no effect with --tokenizer={cfg.tokenizer}; leave one of the two out")
     if ("loss" in metrics and not cfg.show) != bool(cfg.checkpoint):
         raise ValueError("--metric=loss and --checkpoint=out/RUN/ckpt_STEP.pt go together: give both or neither")
-    for flag, least in (("block_size", 1), ("workers", 0), ("skip_bad", 0)):
+    for flag, least in (("block_size", 1), ("workers", 0), ("skip_bad", 0), ("image_size", 0)):
         if getattr(cfg, flag) < least:
             raise ValueError(f"--{flag}={getattr(cfg, flag)} must be at least {least}")
     job, folder = parts.get_job(cfg.stage, cfg.part, sys.argv[1:]), cfg.data or cfg.out or EMBEDDED

@@ -1,14 +1,14 @@
-"""Labelled texts: GLUE's tasks and your own, as a store that fine-tunes a BERT (tasks.py).
+r"""Labelled texts: GLUE's tasks and your own, as a store that fine-tunes a BERT (tasks.py).
 
     python data_analyze.py --task=rte --text=glue_data/RTE --tokenizer=bert_folder/vocab.txt --out=data/rte
     python data_analyze.py --task=classify --text=train.jsonl --text=dev.jsonl --label_key=topic --out=data/topics ...
     python data_analyze.py --task=regress --text=pairs.tsv --text_key=left --pair_key=right --label_key=score ...
-    python train.py --data=data/rte --init_from=bert_folder --out=out/rte
+    python train.py --data=data/rte --init_from=bert_folder --out=out/rte --block_size=128 --ltd=off --global_batch=32 \
+        --learning_rate=3e-5 --dropout=0.1 --eval_samples=0
 
 An example is a document of the store, A [SEP] or A [SEP] B [SEP], beside it {train,val}.labels.npy, one number each.
 TSV files have a header; JSON lines have the fields. GLUE: arXiv 1804.07461.
 """
-import csv
 import hashlib
 import json
 import os
@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+
+from data import STORE_FILES, refuse_out
 
 # name: (validation file, fields of A and B, field of the label, metrics); a number is a column of a file without header
 TASKS = {
@@ -37,37 +39,40 @@ TASKS = {
 NUMBERS = ("stsb", "regress")       # tasks whose label is a number, not a class
 
 
-def examples(file, fields, label):
-    """[(A, label) or (A, B, label)] of one file, as strings. ValueError names the file and the line."""
-    found, lines, header = [], None, None
+def examples(file, fields, label, skip=False):
+    """[(A, label) or (A, B, label)] of one file, as strings, and how many lines were skipped. A line without its fields
+    is refused by file and number, or with skip passed by: GLUE's own files have some."""
+    found, skipped, header = [], 0, None
     try:
         text = Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"{file} cannot be read ({e})") from None
-    if str(file).endswith(".jsonl"):
-        lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-    else:           # no quoting: GLUE's texts have single quotation marks; no splitlines(): and odd separators
-        lines = [(i, line) for i, line in enumerate(re.split("\r?\n", text), 1) if line.strip()]
-        if not isinstance(label, int):
-            if not lines:
-                raise ValueError(f"{file} is empty")
-            header = next(csv.reader([lines.pop(0)[1]], delimiter="\t", quoting=csv.QUOTE_NONE))
-            missing = [f for f in (*fields, label) if f not in header]
-            if missing:
-                raise ValueError(f"{file} has no column {missing[0]!r}, only {header}; name them with --text_key, "
-                                 "--pair_key and --label_key")
+    # no quoting: GLUE's texts have single quotation marks; no splitlines(): and odd separators
+    lines = [(i, line.removesuffix("\r")) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    packed = str(file).endswith(".jsonl")
+    if not packed and not isinstance(label, int):
+        header = lines.pop(0)[1].split("\t") if lines else []
+        missing = [f for f in (*fields, label) if f not in header]
+        if missing:
+            raise ValueError(f"{file} has no column {missing[0]!r}, only {header}"
+                             + ("" if skip else "; name them with --text_key, --pair_key and --label_key"))
     for i, line in lines:
         try:
-            record = json.loads(line) if header is None and not isinstance(label, int) else line.split("\t")
-            record = record if header is None else dict(zip(header, record, strict=header[-1] == label))
+            record = json.loads(line) if packed else line.split("\t")
+            record = dict(zip(header, record)) if header else record
             row = [record[f] for f in (*fields, label)]
-            if not all(isinstance(text, str) for text in row[:-1]):
-                raise TypeError(f"{fields} must be texts")
+            if not all(isinstance(text, str) for text in row[:-1]) or not isinstance(row[-1], (str, int, float)):
+                raise TypeError("a text must be a string, a label a string or a number")
         except (KeyError, IndexError, TypeError, ValueError) as e:
+            if skip:
+                skipped += 1
+                continue
             raise ValueError(f"{file}, line {i}: {type(e).__name__} {e}; it needs {', '.join(map(str, fields))} and "
                              f"{label}") from None
-        found.append((*row[:-1], str(row[-1])))
-    return found
+        # a lone surrogate, legal in JSON, is no text
+        found.append((*(t.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for t in row[:-1]),
+                      str(row[-1])))
+    return found, skipped
 
 
 def read(task, paths, text_key, pair_key, label_key, val_fraction):
@@ -76,12 +81,16 @@ def read(task, paths, text_key, pair_key, label_key, val_fraction):
     if dev is not None:
         if len(paths) != 1 or not Path(paths[0]).is_dir():
             raise ValueError(f"--task={task} needs its folder: --text=FOLDER with train.tsv and {dev}")
-        return {split: examples(Path(paths[0]) / name, fields, label)
-                for split, name in (("train", "train.tsv"), ("val", dev))}
+        found = {}
+        for split, name in (("train", "train.tsv"), ("val", dev)):
+            found[split], skipped = examples(Path(paths[0]) / name, fields, label, skip=True)
+            if skipped:
+                print(f"{paths[0]}/{name}: {skipped:,} lines without all their fields skipped", flush=True)
+        return found
     fields = (text_key, *[pair_key] * bool(pair_key))
     if not 1 <= len(paths) <= 2:
         raise ValueError(f"--task={task} needs one file, or two, --text=TRAIN --text=VALIDATION (.tsv or .jsonl)")
-    sets = [examples(path, fields, label_key) for path in paths]
+    sets = [examples(path, fields, label_key)[0] for path in paths]
     if len(sets) == 1:
         every = [int((i + 1) * val_fraction + 1e-9) > int(i * val_fraction + 1e-9) for i in range(len(sets[0]))]
         sets = [[e for e, v in zip(sets[0], every) if v == val] for val in (False, True)]
@@ -109,12 +118,15 @@ def numbers(task, sets):
 
 
 def build(task, paths, out, tokenizer, text_key="text", pair_key="", label_key="label", val_fraction=0.1,
-          overwrite=False):
+          overwrite=False, workers=0):
     """Write the store `out`: into a folder beside it first, renamed when it is whole."""
     out = Path(out)
-    if out.exists() and not (overwrite and (out / "train.labels.npy").is_file()):
-        raise ValueError(f"{out} exists; give another --out, or --overwrite to replace a store of labelled texts")
+    refuse_out(out, overwrite, STORE_FILES, paths)
     sets = read(task, paths, text_key, pair_key, label_key, val_fraction)
+    for split, rows in sets.items():
+        sets[split] = [e for e in rows if any(text.strip() for text in e[:-1])]
+        if len(sets[split]) < len(rows):
+            print(f"{len(rows) - len(sets[split]):,} examples without a text skipped ({split})", flush=True)
     if not all(sets.values()):
         raise ValueError(f"--task={task}: {min(sets, key=lambda s: len(sets[s]))} has no example")
     labels, classes = numbers(task, sets)
@@ -127,7 +139,7 @@ def build(task, paths, out, tokenizer, text_key="text", pair_key="", label_key="
     try:
         digest, tokens = hashlib.blake2b(digest_size=6), {}
         for split, rows in sets.items():
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
+            with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
                 encoded = list(pool.map(encode, rows))
             lengths = np.array(list(map(len, encoded)))
             raw = np.concatenate(encoded).astype(dtype).tobytes()

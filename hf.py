@@ -30,7 +30,7 @@ NEEDED = {
             "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True,
             "n_inner": None},
     "bert": {"model_type": "bert", "hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2,
-             "is_decoder": False, "tie_word_embeddings": True},
+             "is_decoder": False, "tie_word_embeddings": True, "position_embedding_type": "absolute"},
     "vit": {"model_type": "vit", "hidden_act": "gelu", "layer_norm_eps": 1e-12, "qkv_bias": True}}
 SETTINGS = {"gpt": {"gelu": "tanh", "norm": "pre"}, "bert": {"gelu": "none", "norm": "post"},
             "vit": {"gelu": "none", "norm": "pre"}}       # what the family's models are of ours, beside biases
@@ -100,7 +100,9 @@ def read_config(source):
         return flags | {k: saved["config"][k] for k in more} | {"vocab_size": saved["vocab_size"]}
     try:
         config = json.loads((Path(source) / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as e:
+        if not isinstance(config, dict):
+            raise TypeError("no object")
+    except (OSError, TypeError, ValueError) as e:
         raise ValueError(f"--init_from={source} needs a folder with config.json and model.safetensors, or a .pt file "
                          f"of ours ({type(e).__name__})") from None
     family = TYPES.get(config.get("model_type"), "gpt")
@@ -109,9 +111,11 @@ def read_config(source):
         if config.get(key, value) != value and not (key == "n_inner" and config[key] == 4 * config["n_embd"]):
             raise ValueError(f"--init_from={source}: {key} is {config[key]!r}; only {NEEDED[family]['model_type']} "
                              f"with {value!r} is read (of gpt2, bert and vit)")
-    missing = [key for key in (*flags.values(), *["vocab_size"] * (family != "vit")) if key not in config]
+    missing = [key for key in (*flags.values(), *["vocab_size"] * (family != "vit"))
+               if not isinstance(config.get(key), int)]
     if missing:
-        raise ValueError(f"--init_from={source}: its config.json lacks {', '.join(missing)}")
+        raise ValueError(f"--init_from={source}: its config.json lacks {', '.join(missing)}, or has no whole "
+                         "number there")
     if family != "gpt" and config.get("intermediate_size", 4 * config["hidden_size"]) != 4 * config["hidden_size"]:
         raise ValueError(f"--init_from={source}: intermediate_size is {config['intermediate_size']}; only four times "
                          "hidden_size is read")
@@ -133,19 +137,23 @@ def _ours(file):
 def files(folder):
     """Tensor name -> the safetensors file that holds it; big models have several. Old names of LayerNorm are renewed,
     and names without the model's prefix, as a bare model is saved, get it."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     paths = sorted(Path(folder).glob("*.safetensors"))
     if not paths:
         raise ValueError(f"--init_from={folder} holds no *.safetensors; pickled weights are not read: write them anew "
                          "with transformers' save_pretrained()")
     where = {}
     for path in paths:
-        with safe_open(path, "pt") as f:
-            for name in f.keys():
-                new = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-                bare = not new.startswith((*PREFIX.values(), "cls.", "classifier.", "lm_head."))
-                for prefix in PREFIX.values() if bare else ("",):
-                    where[prefix + new] = (path, name)
+        try:
+            with safe_open(path, "pt") as f:
+                names = list(f.keys())
+        except (SafetensorError, OSError) as e:
+            raise ValueError(f"--init_from={folder}: {path.name} is damaged ({e}); fetch it again") from None
+        for name in names:
+            new = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+            bare = not new.startswith((*PREFIX.values(), "cls.", "classifier.", "lm_head."))
+            for prefix in PREFIX.values() if bare else ("",):
+                where[prefix + new] = (path, name)
     return where
 
 

@@ -12,14 +12,15 @@ import hashlib
 import json
 import os
 import pickle
-import re
 import secrets
 import shutil
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from data import Store, read_json
+from data import Store, read_json, read_labels, refuse_out
 
 SHAPES = ("disc", "ring", "square", "frame", "triangle", "cross", "bar", "star", "clover", "pair")
 FORMATS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
@@ -45,8 +46,8 @@ class ImageStore(Store):
         if size != np.prod(shape) or not self.n_samples:
             raise ValueError(f"{file} has {max(size, 0)} bytes, {np.prod(shape)} are promised, and no split may be "
                              "empty; make the data again")
-        self.images, self.labels = np.memmap(file, np.uint8, "r", shape=shape), np.load(
-            self.folder / f"{split}.labels.npy")
+        self.images = np.memmap(file, np.uint8, "r", shape=shape)
+        self.labels = read_labels(self.folder, split, self.n_samples, len(self.meta["classes"]))
         self.block_size, self.columns = int(np.prod(shape[1:])), self.folder / "images"
 
     def rows(self, ids):
@@ -110,35 +111,37 @@ class _Plain(pickle.Unpickler):
 
 def cifar(folder):
     """CIFAR-10 (data_batch_1 to 5, test_batch) or CIFAR-100 (train, test), as their makers pack them for Python."""
-    def read(name):
+    def read(name, *keys):
         try:
             with open(folder / name, "rb") as f:
-                return _Plain(f, encoding="bytes").load()
-        except (OSError, EOFError, pickle.UnpicklingError, ValueError, KeyError) as e:
+                content = _Plain(f, encoding="bytes").load()
+            return [content[key] for key in keys]
+        except (OSError, EOFError, pickle.UnpicklingError, ValueError, KeyError, TypeError, IndexError) as e:
             raise ValueError(f"{folder / name} is no batch of CIFAR ({e}); fetch it again") from None
     hundred = (folder / "train").is_file()
     train = ["train"] if hundred else [f"data_batch_{i}" for i in range(1, 6)]
     key, found = b"fine_labels" if hundred else b"labels", {}
     for split, names in (("train", train), ("val", ["test" if hundred else "test_batch"])):
-        batches = [read(name) for name in names]
-        found[split] = (np.concatenate([b[b"data"] for b in batches]).reshape(-1, 3, 32, 32),
-                        np.concatenate([b[key] for b in batches]))
-    names = read("meta" if hundred else "batches.meta")[b"fine_label_names" if hundred else b"label_names"]
+        x, y = zip(*(read(name, b"data", key) for name in names))
+        found[split] = np.concatenate(x).reshape(-1, 3, 32, 32), np.concatenate(y)
+    names, = read("meta" if hundred else "batches.meta", b"fine_label_names" if hundred else b"label_names")
     return found, [name.decode() for name in names]
 
 
 def arrays(file, val_fraction):
     """An .npz: x_train, y_train and x_test, y_test (or images, labels), (N, H, W), (N, H, W, c) or (N, c, H, W)."""
-    with np.load(file, allow_pickle=False) as z:
-        names = [("x_train", "y_train"), ("images", "labels")]
-        pair = next((p for p in names if p[0] in z and p[1] in z), None)
-        if pair is None:
-            raise ValueError(f"--images={file} holds {', '.join(z)}; it needs x_train and y_train (and x_test, "
-                             "y_test), or images and labels")
-        sets = [(z[pair[0]], z[pair[1]])] + ([(z["x_test"], z["y_test"])] if "x_test" in z and "y_test" in z else [])
+    try:
+        with np.load(file, allow_pickle=False) as f:
+            z = {name: f[name] for name in ("images", "labels", "x_train", "y_train", "x_test", "y_test") if name in f}
+    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as e:
+        raise ValueError(f"--images={file} is no .npz of numbers ({e})") from None
+    pair = next((p for p in (("x_train", "y_train"), ("images", "labels")) if p[0] in z and p[1] in z), None)
+    if pair is None:
+        raise ValueError(f"--images={file} needs arrays x_train and y_train (and x_test, y_test), or images and labels")
+    sets = [(z[pair[0]], z[pair[1]])] + ([(z["x_test"], z["y_test"])] if "x_test" in z and "y_test" in z else [])
     sets = [(_channels_first(x, file), y.reshape(-1)) for x, y in sets]
-    if any(len(x) != len(y) for x, y in sets):
-        raise ValueError(f"--images={file}: as many labels as images are needed")
+    if any(len(x) != len(y) or not len(y) for x, y in sets):
+        raise ValueError(f"--images={file}: as many labels as images are needed, and some of each")
     if not all(np.issubdtype(y.dtype, np.integer) for _, y in sets):
         raise ValueError(f"--images={file}: labels must be integers from 0 on")
     n = 1 + max(int(y.max()) for _, y in sets)
@@ -171,59 +174,58 @@ def folders(root, val_fraction):
         files = [(p, k) for k, c in enumerate(classes) for p in sorted((folder / c).rglob("*"))
                  if p.suffix.lower() in FORMATS]
         return [p for p, _ in files], np.array([k for _, k in files], np.int64)
-    val = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
-    top = root / "train" if (root / "train").is_dir() and val else root
-    classes = sorted(p.name for p in top.iterdir() if p.is_dir())
+    top = root / "train" if (root / "train").is_dir() else root
+    val = next((root / name for name in ("val", "test") if (root / name).is_dir() and top != root), None)
+    classes = sorted(p.name for p in top.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))
+                     and any(f.suffix.lower() in FORMATS for f in p.rglob("*")))
     x, y = below(top, classes)
     if not x:
         raise ValueError(f"--images={root} holds no images in folders of one class each; it needs "
                          f"{root}/CLASS/NAME.png (of {', '.join(FORMATS)}), CIFAR's batches, an .npz file, or shapes")
     # sorted by class, every k-th file is spread over the classes
-    return ({"train": (x, y), "val": below(val, classes)} if top != root else _split(x, y, val_fraction)), classes
+    return ({"train": (x, y), "val": below(val, classes)} if val else _split(x, y, val_fraction)), classes
 
 
-def opened(paths, size):
+def opened(paths, size, pool):
     """Image files -> (n, 3, size, size) uint8: the shorter side is scaled to size, the middle is cut out."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
         raise ValueError("--images of image files need the package pillow: pip install pillow") from None
     out = np.empty((len(paths), 3, size, size), np.uint8)
-    for row, path in zip(out, paths):
+
+    def fill(row, path):
         try:
             with Image.open(path) as image:
                 row[:] = np.asarray(ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BICUBIC)
                                     ).transpose(2, 0, 1)
         except (OSError, ValueError, Image.DecompressionBombError) as e:
             raise ValueError(f"{path} is no image that opens ({e}); mend it, or take it away") from None
+    list(pool.map(fill, out, paths))
     return out
 
 
 # -----------------------------------------------------------------------------
 
 
-def build(source, out, image_size, val_fraction, overwrite=False):
+def build(source, out, image_size, val_fraction, overwrite=False, workers=0):
     """Write the store `out`: into a folder beside it first, renamed when it is whole."""
     out, path = Path(out), Path(source)
-    if out.exists() and not overwrite:
-        raise ValueError(f"{out} exists; give another --out, or --overwrite to replace it")
-    ours = re.compile(r"meta\.json|(train|val)\.(images\.bin|labels\.npy)|images")
-    alien = [p for p in (out.iterdir() if out.is_dir() else ()) if not ours.fullmatch(p.name)]
-    if out.exists() and (not out.is_dir() or out.is_symlink() or alien):
-        raise ValueError(f"--overwrite will not delete {alien[0] if alien else out}: it is no part of an image store; "
-                         "give another --out")
-    if out.resolve() == path.resolve() or out.resolve() in path.resolve().parents:
-        raise ValueError(f"--out={out} holds the images to read; give another --out")
+    sources = [path] if source != "shapes" else []
+    refuse_out(out, overwrite, r"meta\.json|(train|val)\.(images\.bin|labels\.npy)|images", sources)
     if source == "shapes":
         splits, classes = drawn(size=image_size or 32)
     elif path.suffix == ".npz" and path.is_file():
         splits, classes = arrays(path, val_fraction)
     elif not path.is_dir():
         raise ValueError(f"--images={source} does not exist; give a folder, an .npz file, or shapes")
-    elif (path / "data_batch_1").is_file() or (path / "train").is_file():
+    elif (path / "data_batch_1").is_file() or (path / "train").is_file() and (path / "meta").is_file():
         splits, classes = cifar(path)
     else:
         splits, classes = folders(path, val_fraction)
+    if len(classes) < 2:
+        raise ValueError(f"--images={source} holds images of {', '.join(classes) or 'no class'} only; two classes are "
+                         "needed")
     if not all(len(y) for _, y in splits.values()):
         raise ValueError(f"--images={source} leaves a split empty; give more images or a larger --val_fraction")
     if image_size and source != "shapes" and not isinstance(splits["train"][0], list):
@@ -234,11 +236,15 @@ def build(source, out, image_size, val_fraction, overwrite=False):
     try:
         digest, shape = hashlib.blake2b(digest_size=6), None
         for split, (x, y) in splits.items():
-            with open(tmp / f"{split}.images.bin", "wb") as f:
+            with ThreadPoolExecutor(workers or os.cpu_count()) as pool, open(tmp / f"{split}.images.bin", "wb") as f:
                 for i in range(0, len(y), CHUNK):
                     part = x[i:i + CHUNK]
-                    part = opened(part, image_size or 224) if isinstance(part, list) else np.ascontiguousarray(part)
+                    files = isinstance(part, list)
+                    part = opened(part, image_size or 224, pool) if files else np.ascontiguousarray(part)
                     shape = shape or part.shape[1:]
+                    if shape[1] != shape[2]:
+                        raise ValueError(f"--images={source}: images are {shape[1]} by {shape[2]}; "
+                                         "they must be square")
                     if part.shape[1:] != shape:
                         raise ValueError(f"--images={source}: images of {shape} and {part.shape[1:]}; "
                                          "one size is needed")
@@ -247,8 +253,6 @@ def build(source, out, image_size, val_fraction, overwrite=False):
             y = np.asarray(y, np.int64)
             np.save(tmp / f"{split}.labels.npy", y)
             digest.update(y.tobytes())
-        if shape[1] != shape[2]:
-            raise ValueError(f"--images={source}: images are {shape[1]} by {shape[2]}; they must be square")
         counts = {split: len(y) for split, (_, y) in splits.items()}
         meta = {"shape": [int(n) for n in shape], "classes": classes, "counts": counts,
                 "fingerprint": digest.hexdigest()}

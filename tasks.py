@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 import curriculum
 import ltd
-from data import Store
+from data import Store, read_labels
 from images import ImageStore, is_images
 from model import BERT, GPT, ViT
 
@@ -28,7 +28,7 @@ MASKED, KIND, OTHER, PAIR, SHIFT = -1, -2, -3, -4, -5      # ltd.keys()' numbers
 
 
 class Causal:
-    causal, cls = True, GPT
+    causal, cls, least = True, GPT, 1          # least: tokens of the shortest row that can be learnt from
 
     def __init__(self, data, block_size, samples, **_):
         self.store, self.T = Store(data, "train", block_size, samples), block_size
@@ -82,7 +82,7 @@ class Masked(Causal):
                      "padded": samples == "document"}
         # [CLS], and in documents each [SEP], is never masked
         self.added = {"window": 1, "document": 2}[samples] + nsp
-        self.store = self.lengthened(self.real)
+        self.store, self.least = self.lengthened(self.real), self.added + 1
 
     def lengthened(self, store):
         """The store as the plan sees it: its rows are as long as ours."""
@@ -168,7 +168,7 @@ class Scores:
 
     def score(self, engine, x, y, place, n_eval):
         out = engine.net(x).double()                                            # (b, n_labels)
-        if self.ends["n_labels"] == 1:      # Spearman's ranks need all predictions: each goes to its place
+        if self.is_number:          # Spearman's ranks need all predictions: each goes to its place
             sums = torch.zeros(1 + 2 * n_eval, dtype=torch.float64, device=out.device)
             at = torch.arange(1 + place, 1 + place + len(out), device=out.device)
             sums[0], sums[at], sums[at + n_eval] = (out[:, 0] - y).square().sum(), out[:, 0], y.double()
@@ -181,7 +181,7 @@ class Scores:
     def metrics(self, sums, ids):
         sums, n = sums.cpu().numpy(), len(ids)
         found = {"val_loss": sums[0] / n}
-        if self.ends["n_labels"] == 1:
+        if self.is_number:
             mine, true = sums[1:1 + n], sums[1 + n:]
             every = {"pearson": lambda: pearson(mine, true), "spearman": lambda: pearson(ranks(mine), ranks(true))}
         else:
@@ -204,38 +204,53 @@ def ranks(values):
 
 
 class Labelled(Scores, Masked):
-    """Rows are [CLS] A [SEP] or [CLS] A [SEP] B [SEP], as data_analyze.py --task stored them."""
+    """Rows are [CLS] A [SEP] or [CLS] A [SEP] B [SEP], as data_analyze.py --task stored them. Where they do not fit,
+    the longer text is cut first."""
 
     def __init__(self, data, block_size, samples, seed=0, **_):
         super().__init__(data, block_size, "document", seed)
-        self.labels = {split: np.load(f"{data}/{split}.labels.npy") for split in ("train", "val")}
         meta = self.real.meta
-        self.judged_by = meta["metrics"]
-        self.ends = {"vocab_size": self.ends["vocab_size"], "n_labels": meta["n_labels"]}
+        self.judged_by, self.is_number, n_labels = meta["metrics"], not meta["classes"], meta["n_labels"]
+        self.labels = {s: read_labels(data, s, n, n_labels) for s, n in meta["documents"].items()}
+        self.starts = {s: np.append(np.load(f"{data}/{s}.docs.npy"), n) for s, n in meta["tokens"].items()}
+        self.ends, self.least = {"vocab_size": self.ends["vocab_size"], "n_labels": n_labels}, 5
 
-    def texts(self, store, lengths, ids, length):
-        x, _, _, _ = self.rows(store, lengths, ids, length, None, None)
-        first = (x == self.sep_id).argmax(1)                    # all behind the first [SEP] is B
-        segments = (np.arange(length) > first[:, None]) & (x >= 0)
-        return torch.from_numpy(np.stack((x, segments), 2))                             # (b, L, 2)
+    def examples(self, split, store, ids, length):
+        """(b, L, 2) tokens and segments, (b,) labels."""
+        x, segments = np.full((len(ids), length), -1, np.int64), np.zeros((len(ids), length), np.int64)
+        x[:, 0] = self.cls_id
+        ids = ids if store.kept is None else store.kept[ids]
+        for row, segment, start, end in zip(x, segments, self.starts[split][ids], self.starts[split][ids + 1]):
+            text = store.tokens[0][start:end]                   # A [SEP], or A [SEP] B [SEP]
+            a = 1 + int((text == self.sep_id).argmax())
+            keep = cut_pair(a, len(text) - a, length - 1)
+            text = np.concatenate((text[:keep[0]], text[a:a + keep[1]]))
+            text[np.cumsum([n for n in keep if n]) - 1] = self.sep_id
+            row[1:1 + len(text)], segment[1 + keep[0]:1 + len(text)] = text, 1
+        labels = torch.from_numpy(self.labels[split][ids])
+        return torch.from_numpy(np.stack((x, segments), 2)), labels.float() if self.is_number else labels.long()
 
     def batch(self, ids, length, step, first, mode):
-        return self.texts(self.real, self.store.lengths, ids, length), self.labels_of("train", self.real, ids)
-
-    def labels_of(self, split, store, ids):
-        labels = torch.from_numpy(self.labels[split][ids if store.kept is None else store.kept[ids]])
-        return labels.float() if self.ends["n_labels"] == 1 else labels.long()
+        return self.examples("train", self.real, ids, length)
 
     def targets(self, ids, length, tokens):
         return len(ids)
 
     def val_batch(self, ids):
         length = min(-(-int(self.val_lengths[ids].max()) // 8) * 8, self.T)
-        return self.texts(self.val, self.val_lengths, ids, length), self.labels_of("val", self.val, ids)
+        return self.examples("val", self.val, ids, length)
+
+
+def cut_pair(a, b, room):
+    """How many of the a and b tokens of two texts to keep, so that they fit: the longer one gives first."""
+    over = max(0, a + b - room)
+    a, over = a - min(over, max(0, a - b)), over - min(over, max(0, a - b))
+    b, over = b - min(over, max(0, b - a)), over - min(over, max(0, b - a))
+    return a - over // 2, b - (over + 1) // 2
 
 
 class Pictures(Scores):
-    causal, cls, judged_by = False, ViT, ("accuracy",)
+    causal, cls, judged_by, is_number, least = False, ViT, ("accuracy",), False, 1
 
     def __init__(self, data, image_size, patch_size, seed=0, augment="none", **_):
         self.store, self.data, self.seed, self.how = ImageStore(data, "train"), data, seed, augment

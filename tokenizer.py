@@ -53,7 +53,10 @@ def wordpiece(vocab, lowercase, train_on=None, vocab_size=0):
 
 def read_vocab(file):
     """The spec of a BERT's vocab.txt, a token a line. Where no token has a capital letter, texts are lowercased."""
-    vocab = Path(file).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    try:
+        vocab = Path(file).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"--tokenizer={file} cannot be read ({e}); it must be a BERT's vocab.txt") from None
     missing = {"[UNK]", "[CLS]", "[SEP]", "[MASK]"} - set(vocab)
     if missing:
         raise ValueError(f"--tokenizer={file} lacks {', '.join(sorted(missing))}; it must be a BERT's vocab.txt, a "

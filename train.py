@@ -92,6 +92,9 @@ def main():
         raise ValueError(f"{path} was trained on other data ({content['fingerprint']}) than {cfg.data} "
                          f"({fingerprint}); give its --data=FOLDER")
     plan = plan_of(cfg, store)
+    if plan.length.min() < task.least:
+        raise ValueError(f"rows of {plan.length.min()} tokens are too short: --arch={cfg.arch} needs {task.least} "
+                         "here; give a longer --block_size or START of --seqlen")
     order = zlib.crc32(plan.sampler.order)
     if found and content["order"] != order:
         raise ValueError(f"{path} was trained on other difficulties than the columns in {store.columns} hold now; "

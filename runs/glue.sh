@@ -7,13 +7,14 @@
 # examples, a linear decay, rows of 128 tokens; RATES are tried with the first seed, the best by validation gets all SEEDS. Validation scores:
 # the test labels of GLUE are not public. The paper reports averages of 87.3 to 87.6 for BERT-large.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 die() { echo "error: $1" >&2; exit 2; }
-model=${1:-} glue=${2:-} tokenizer=${3:-${1:-}/vocab.txt}
+[ -e "${1:-}" ] && [ -d "${2:-}" ] || die "give a model and GLUE's folder: runs/glue.sh bert_folder glue_data"
+model=$(realpath "$1") glue=$(realpath "$2") tokenizer=${3:-$1/vocab.txt}
+[ -f "$tokenizer" ] || die "$tokenizer does not exist; give the model's tokenizer as the third word"
+tokenizer=$(realpath "$tokenizer")
+cd "$(dirname "$0")/.."
 python=${PYTHON:-python} out=${OUT:-out/glue} tasks=${TASKS:-cola sst2 mrpc stsb qqp mnli qnli rte}
 rates=${RATES:-2e-5 3e-5 5e-5} seeds=${SEEDS:-1 2 3 4 5} epochs=${EPOCHS:-3}
-[ -e "$model" ] && [ -d "$glue" ] || die "give a model and GLUE's folder: runs/glue.sh bert_folder glue_data"
-[ -f "$tokenizer" ] || die "$tokenizer does not exist; give the model's tokenizer as the third word"
 folder() { case $1 in cola) echo CoLA ;; sst2) echo SST-2 ;; stsb) echo STS-B ;; mnli) echo MNLI ;; *) echo "$1" | tr a-z A-Z ;; esac; }
 last() {        # the last validation of a run: its first metric
     $python - "$1" <<'PY'
@@ -23,6 +24,9 @@ print(next(v for k, v in found.items() if k in ("matthews", "accuracy", "pearson
 PY
 }
 mkdir -p "$out"
+settings="$model $(stat -L -c %Y "$model") $tokenizer $glue $epochs"
+[ ! -f "$out/settings.txt" ] || [ "$(cat "$out/settings.txt")" = "$settings" ] || die "$out holds runs of other settings ($(cat "$out/settings.txt")); take another OUT"
+echo "$settings" > "$out/settings.txt"
 for task in $tasks; do
     data=$out/data/$task
     [ -d "$data" ] || $python data_analyze.py --task="$task" --text="$glue/$(folder "$task")" --tokenizer="$tokenizer" --out="$data"

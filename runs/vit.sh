@@ -17,6 +17,6 @@ case $arm in baseline|ltd) ;; *) echo "error: ARM=$arm must be baseline or ltd: 
 . runs/gpt3_arms.sh
 case " $* " in *" --plan "*) ;; *) launch=${LAUNCH:-${PYTHON:-python}}
     [ "$from" = "--init_from=$folder" ] || { echo "error: give the folder of the pretrained ViT: $usage" >&2; exit 2; } ;; esac
-exec $launch train.py $from --data="${DATA:-data/cifar10}" --out="out/vit-$arm" --global_batch=$batch --batch_size="${MICRO:-64}" --budget=steps \
+exec $launch train.py $from --data="${DATA:-data/cifar10}" --out="out/vit-$arm" --image_size=224 --global_batch=$batch --batch_size="${MICRO:-64}" --budget=steps \
     --train_tokens=$((steps * batch * 197)) --optimizer=sgd --learning_rate="${RATE:-1e-4}" --lr_decay=constant --warmup_tokens=0 --weight_decay=5e-4 \
     --eval_samples=0 --eval_interval=391 $flags "$@"

@@ -20,7 +20,8 @@ import tasks
 from model import BERT, GPT, Block, ViT, forward_flops
 
 ANALYZE = ROOT / "data_analyze.py"
-BERT_TINY = [*TINY, "--arch=bert", "--pool=off", "--seqlen=off", "--ltd=16..64:70%"]
+NO_TEXT = [flag for flag in TINY if "max_new" not in flag]
+BERT_TINY = [*NO_TEXT, "--arch=bert", "--pool=off", "--seqlen=off", "--ltd=16..64:70%"]
 
 
 # -----------------------------------------------------------------------------
@@ -300,7 +301,7 @@ def test_fine_tuning_learns_a_class_from_tsv_and_a_number_from_jsonl(vocab, tmp_
     want = ["[CLS]", *line[1].split(), "[SEP]", *line[2].split(), "[SEP]"]
     assert [VOCAB[i] for i in x[0, :, 0] if i >= 0] == want and y[0] == (line[3] != "entailment")
     assert x[0, :len(want), 1].tolist() == [0] * (want.index("[SEP]") + 1) + [1] * (len(want) - want.index("[SEP]") - 1)
-    flags = [*TINY, "--arch=bert", "--ltd=off", "--learning_rate=3e-3", "--eval_samples=0", "--dropout=0.1", "--train_tokens=30000", "--save_interval=40"]
+    flags = [*NO_TEXT, "--arch=bert", "--ltd=off", "--learning_rate=3e-3", "--eval_samples=0", "--dropout=0.1", "--train_tokens=30000", "--save_interval=40"]
     whole = run([*flags, f"--data={tmp_path}/rte"], tmp_path / "a")
     run([*flags, f"--data={tmp_path}/rte", "--stop_step=50"], tmp_path / "b")
     ok(train("--resume", f"--out={tmp_path}/b", f"--trace={tmp_path}/b.jsonl"))
@@ -325,10 +326,10 @@ def test_glue_metrics_equal_their_definitions():
     mine, true = r.integers(0, 2, 50), r.integers(0, 2, 50)
 
     class Half(tasks.Scores):
-        ends, judged_by = {"n_labels": 2}, ("accuracy", "f1", "matthews")
+        is_number, judged_by = False, ("accuracy", "f1", "matthews")
 
     class Number(tasks.Scores):
-        ends, judged_by = {"n_labels": 1}, ("pearson", "spearman")
+        is_number, judged_by = True, ("pearson", "spearman")
 
     class Net:
         def __init__(self, out):
@@ -356,13 +357,42 @@ def test_labelled_texts_that_do_not_fit_are_refused_by_file_and_line(vocab, tmp_
     refused(command(ANALYZE, "--task=rte", f"--text={folder}", f"--out={tmp_path}/o"), "vocab.txt")
     refused(command(ANALYZE, "--task=classify", f"--text={folder}/train.jsonl", *base, "--text_key=left", "--label_key=kind"), "line 1", "kind")
     refused(command(ANALYZE, "--task=regress", f"--text={folder}/train.tsv", *base, "--text_key=sentence1", "--val_fraction=0.5"), "no number")
-    with open(folder / "dev.tsv", "a") as f:
-        f.write("7\ta\tb\n")
-    refused(command(ANALYZE, "--task=rte", f"--text={folder}", *base), "dev.tsv", "line 62")
+    refused(command(ANALYZE, "--task=rte", f"--text={folder}", f"--tokenizer={tmp_path}/none.txt", f"--out={tmp_path}/o"), "none.txt", "vocab.txt")
+    refused(command(ANALYZE, "--task=rte", f"--text={folder}", f"--tokenizer={vocab}", f"--out={folder}", "--overwrite"), "no part of a store")
+    refused(command(ANALYZE, "--task=rte", f"--text={folder}", *base, "--samples=window"), "--samples", "no effect")
+    with open(folder / "train.jsonl", "a") as f:
+        f.write('{"left": "a", "score": null}\n')
+    refused(command(ANALYZE, "--task=classify", f"--text={folder}/train.jsonl", *base, "--text_key=left", "--label_key=score"), "line 11", "label")
+    with open(folder / "dev.tsv", "a") as f:                    # GLUE's own files have such lines
+        f.write("7\ta\tb\n8\t \t\tentailment\n")
     assert not (tmp_path / "o").exists()
+    said = ok(command(ANALYZE, "--task=rte", f"--text={folder}", *base))
+    assert "dev.tsv: 1 lines without all their fields skipped" in said and "1 examples without a text skipped (val)" in said
+    labels = np.load(tmp_path / "o" / "val.labels.npy")
+    np.save(tmp_path / "o" / "val.labels.npy", labels[1:])
+    refused(train(*NO_TEXT, "--arch=bert", "--ltd=off", f"--data={tmp_path}/o", f"--out={tmp_path}/r"), "val.labels.npy")
+    np.save(tmp_path / "o" / "val.labels.npy", labels)
+    refused(train(*NO_TEXT, "--arch=bert", "--ltd=off", f"--data={tmp_path}/o", f"--out={tmp_path}/r", "--nsp"), "--nsp", "labelled")
     assert set(glue.TASKS) >= {"cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"}
     (folder / "cola.tsv").write_text("x\t1\t\tthe first\nx\t0\t*\tthe \"second\n")
-    assert glue.examples(folder / "cola.tsv", *glue.TASKS["cola"][1:3]) == [("the first", "1"), ('the "second', "0")]
+    assert glue.examples(folder / "cola.tsv", *glue.TASKS["cola"][1:3]) == ([("the first", "1"), ('the "second', "0")], 0)
+
+
+def test_of_a_pair_that_does_not_fit_the_longer_text_is_cut_first(vocab, tmp_path):
+    for a in range(1, 9):
+        for b in range(0, 9):
+            for room in range(2, 18):
+                x, y = a, b
+                while x + y > room:
+                    x, y = (x - 1, y) if x > y else (x, y - 1)
+                assert tasks.cut_pair(a, b, room) == (x, y)
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": "a " * n, "b": "b " * m, "label": i // 2}) + "\n" for i, (n, m) in enumerate([(50, 3), (3, 50), (50, 50), (2, 1)])))
+    ok(command(ANALYZE, "--task=classify", f"--text={tmp_path}/d.jsonl", "--pair_key=b", "--val_fraction=0.5", f"--tokenizer={vocab}", f"--out={tmp_path}/ds"))
+    task = tasks.make_task("bert", str(tmp_path / "ds"), 16, "document")
+    x, y = task.batch(np.array([0, 1]), 16, 0, 0, "off")
+    word = lambda row: "".join({"[CLS]": "C", "[SEP]": "S"}.get(VOCAB[i], VOCAB[i]) for i in row if i >= 0)
+    assert [word(row) for row in x[..., 0]] == ["C" + "a" * 10 + "SbbbS", "C" + "a" * 7 + "S" + "b" * 6 + "S"] and y.tolist() == [0, 1]
+    assert x[0, :, 1].tolist() == [0] * 12 + [1] * 4
 
 
 # -----------------------------------------------------------------------------
@@ -458,6 +488,20 @@ def test_image_stores_of_every_kind_hold_the_same_images(pictures, tmp_path):
     refused(command(ANALYZE, f"--images={ten}", f"--out={tmp_path}/o"), "data_batch_3", "does not belong")
     (files / "train" / "a" / "000.png").write_bytes(b"no image")
     refused(command(ANALYZE, f"--images={files}", f"--out={tmp_path}/o"), "000.png")
+    for folder in (".git", "__MACOSX"):                         # are no classes
+        (files / "train" / folder).mkdir()
+    (ten / "data_batch_3").write_bytes(pickle.dumps([1], protocol=2))
+    refused(command(ANALYZE, f"--images={ten}", f"--out={tmp_path}/o"), "data_batch_3")
+    (tmp_path / "none.npz").write_bytes(b"x")
+    refused(command(ANALYZE, f"--images={tmp_path}/none.npz", f"--out={tmp_path}/o"), "none.npz")
+    refused(command(ANALYZE, f"--images={files}", f"--out={files}", "--overwrite"), "no part of a store")
+    shutil.rmtree(files / "val")
+    shutil.rmtree(files / "train" / "a")
+    ok(command(ANALYZE, f"--images={files}", "--image_size=8", "--val_fraction=0.5", f"--out={tmp_path}/two"))
+    two = images.ImageStore(tmp_path / "two", "val")
+    assert two.meta["classes"] == ["b", "c"] and two.meta["shape"] == [3, 8, 8] and two.n_samples == 16
+    shutil.rmtree(files / "train" / "b")
+    refused(command(ANALYZE, f"--images={files}", f"--out={tmp_path}/o"), "two classes")
     np.savez(tmp_path / "bad.npz", images=x.astype(np.float32), labels=y)
     refused(command(ANALYZE, f"--images={tmp_path}/bad.npz", f"--out={tmp_path}/o"), "uint8")
     np.savez(tmp_path / "one.npz", images=x[:, 0], labels=y)
@@ -500,6 +544,7 @@ def test_what_the_families_cannot_do_is_refused_by_name(store, pictures, documen
             ([*VIT_TINY, f"--data={pictures}", "--ltd=4..8:70%", "--patch_size=5"], ["--patch_size=5"]),
             ([*BERT_TINY[:-2], "--seqlen=reshape:16..64:40%", f"--data={store}"], ["reshape", "truncate"]),
             ([*BERT_TINY, "--nsp", f"--data={store}"], ["--nsp", "--samples=document"]),
+            ([*BERT_TINY[:-2], "--nsp", f"--data={documents}", "--samples=document", "--seqlen=truncate:2..64:40%", "--seqlen_multiple=1"], ["rows of 2 tokens", "needs 4"]),
             ([*BERT_TINY, "--ltd_choice=importance", f"--data={store}"], ["--ltd_choice", "--arch=bert"]),
             ([*BERT_TINY, "--mask_prob=1.5", f"--data={store}"], ["--mask_prob"]),
             ([*TINY, "--nsp", f"--data={store}"], ["--nsp", "--arch=gpt"]), ([*TINY, "--arch=t5", f"--data={store}"], ["--arch=t5", "bert"]),

@@ -108,6 +108,7 @@ def shaken(model):
     return model.eval()
 
 
+BERT_RUN = [flag for flag in RUN if "max_new" not in flag]
 BERT_CONFIG = dict(vocab_size=50, max_position_embeddings=24, num_hidden_layers=4, hidden_size=32, num_attention_heads=2, intermediate_size=128, num_labels=3)
 
 
@@ -156,13 +157,13 @@ def test_vit_equals_transformers_and_goes_back_and_takes_a_larger_image(tmp_path
 
 def test_a_bert_of_ours_goes_on_as_a_classifier_from_its_checkpoint(store, tmp_path):
     """Pretrained here, exported, fine-tuned: the body is what was trained, the head is new, and a line says so."""
-    ok(train(*RUN, "--pool=off", "--seqlen=off", "--ltd=off", "--arch=bert", "--n_layer=4", "--n_head=2", "--n_embd=32", f"--block_size={T}", f"--data={store}", f"--out={tmp_path}/a"))
+    ok(train(*BERT_RUN, "--pool=off", "--seqlen=off", "--ltd=off", "--arch=bert", "--n_layer=4", "--n_head=2", "--n_embd=32", f"--block_size={T}", f"--data={store}", f"--out={tmp_path}/a"))
     ok(train("--resume", f"--out={tmp_path}/a", f"--export={tmp_path}/m.pt"))
     rows = [(w, len(w) % 2) for w in ("abc", "ab", "abcd", "a", "abcde") * 8]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": w, "label": k}) + "\n" for w, k in rows))
     ok(command(ROOT / "data_analyze.py", "--task=classify", f"--text={tmp_path}/d.jsonl", "--val_fraction=0.2", f"--tokenizer={store}/tokenizer.json", f"--out={tmp_path}/ds"))
-    said = ok(train(*RUN, "--ltd=off", f"--init_from={tmp_path}/m.pt", f"--data={tmp_path}/ds", f"--out={tmp_path}/b", "--learning_rate=0", "--min_lr=0", "--stop_step=1"))
+    said = ok(train(*BERT_RUN, "--ltd=off", f"--init_from={tmp_path}/m.pt", f"--data={tmp_path}/ds", f"--out={tmp_path}/b", "--learning_rate=0", "--min_lr=0", "--stop_step=1"))
     assert "not in it, so drawn: pooler.weight, pooler.bias, head.weight, head.bias" in said
     a, b = (torch.load(next((tmp_path / name).glob("ckpt*.pt")))["model"] for name in "ab")
     assert all(torch.equal(t, b[k]) for k, t in a.items() if k.startswith(("blocks", "wte", "wpe", "wse", "ln"))) and b["head.weight"].shape == (2, 32)
-    refused(train(*RUN, "--ltd=off", f"--init_from={tmp_path}/d.jsonl.pt", f"--data={tmp_path}/ds", f"--out={tmp_path}/c"), "no checkpoint", "--export=model.pt")
+    refused(train(*BERT_RUN, "--ltd=off", f"--init_from={tmp_path}/d.jsonl.pt", f"--data={tmp_path}/ds", f"--out={tmp_path}/c"), "no checkpoint", "--export=model.pt")
