@@ -5,6 +5,7 @@ memory map, so that its size is limited by the disk alone; the pages it touches 
 /proc/self/status) and the kernel takes them back when it needs them. Difficulty columns lie in T<block_size>/.
 Made by:  python data_analyze.py --text=my_folder --out=data/mine
 """
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -13,6 +14,7 @@ import queue
 import re
 import secrets
 import shlex
+import shutil
 import threading
 from pathlib import Path
 
@@ -32,6 +34,21 @@ def write_atomic(path, write):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_folder(out):
+    """A folder beside `out`, to be filled, which takes the place of `out` when the block ends; on any error it goes,
+    and what stood there before stays."""
+    tmp = out.with_name(f"{out.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    tmp.mkdir(parents=True)
+    try:
+        yield tmp
+        if out.exists():
+            shutil.rmtree(out)
+        os.replace(tmp, out)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
 
 
 def refuse_out(out, overwrite, ours, sources=()):

@@ -11,8 +11,6 @@ stands beside it), a second one turns tokens into one number a sample. Paper: ar
 import hashlib
 import json
 import os
-import secrets
-import shutil
 import sys
 import time
 from array import array
@@ -26,7 +24,17 @@ import numpy as np
 import glue
 import images
 import parts
-from data import EMBEDDED, STORE_FILES, digest_of, document_starts, documents_file, read_meta, refuse_out, write_atomic
+from data import (
+    EMBEDDED,
+    STORE_FILES,
+    digest_of,
+    document_starts,
+    documents_file,
+    new_folder,
+    read_meta,
+    refuse_out,
+    write_atomic,
+)
 from difficulty import METRICS, analyze, show
 from flags import parse_flags, run_command
 from text import SKIPPED, SPLITS, STDIN, documents, embedded_files, text_files
@@ -165,9 +173,7 @@ def check_out(files, cfg, out):
 def build(encoded, tokenizer, counts, cfg, out, corpus):
     """Write the store `out` from the documents' tokens: into a folder beside it first, renamed when it is whole."""
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    tmp = out.with_name(f"{out.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    tmp.mkdir(parents=True)
-    try:
+    with new_folder(out) as tmp:
         digest = {split: hashlib.blake2b(digest_size=16) for split in ("train", "val")}
         tokens, starts = Counter(), {"train": array("q"), "val": array("q")}
         with open(tmp / "train.bin", "wb") as train, open(tmp / "val.bin", "wb") as val:
@@ -209,11 +215,6 @@ def build(encoded, tokenizer, counts, cfg, out, corpus):
                 "documents": {s: len(starts[s]) for s in starts},
                 "corpus": corpus, "fingerprint": fingerprint, "counts": dict(counts)}
         (tmp / "meta.json").write_text(json.dumps(meta, indent=1))
-        if out.exists():
-            shutil.rmtree(out)
-        os.replace(tmp, out)
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
     print(f"{out}: {tokens['train']:,} training and {tokens['val']:,} validation tokens from {len(starts['train']):,} "
           f"and {len(starts['val']):,} documents, vocabulary {tokenizer.vocab_size}, fingerprint {fingerprint}")
     for what, n in sorted(counts.items()):

@@ -13,14 +13,12 @@ import hashlib
 import json
 import os
 import re
-import secrets
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from data import STORE_FILES, refuse_out
+from data import STORE_FILES, new_folder, refuse_out
 
 # name: (validation file, fields of A and B, field of the label, metrics); a number is a column of a file without header
 TASKS = {
@@ -134,9 +132,7 @@ def build(task, paths, out, tokenizer, text_key="text", pair_key="", label_key="
 
     def encode(example):
         return np.concatenate([np.append(tokenizer.encode(text), tokenizer.eot_id) for text in example[:-1]])
-    tmp = out.with_name(f"{out.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    tmp.mkdir(parents=True)
-    try:
+    with new_folder(out) as tmp:
         digest, tokens = hashlib.blake2b(digest_size=6), {}
         for split, rows in sets.items():
             with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
@@ -157,11 +153,6 @@ def build(task, paths, out, tokenizer, text_key="text", pair_key="", label_key="
                 "task": task, "metrics": TASKS[task][3], "n_labels": len(classes) or 1, "classes": classes,
                 "fingerprint": digest.hexdigest()}
         (tmp / "meta.json").write_text(json.dumps(meta, indent=1))
-        if out.exists():
-            shutil.rmtree(out)
-        os.replace(tmp, out)
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
     what = f"{len(classes)} classes" if classes else "a number each"
     print(f"{out}: {len(sets['train']):,} examples, {what}, and {len(sets['val']):,} for validation; judged by "
           f"{', '.join(meta['metrics'])}; fingerprint {meta['fingerprint']}", flush=True)

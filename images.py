@@ -12,15 +12,13 @@ import hashlib
 import json
 import os
 import pickle
-import secrets
-import shutil
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from data import Store, read_json, read_labels, refuse_out
+from data import Store, new_folder, read_json, read_labels, refuse_out
 
 SHAPES = ("disc", "ring", "square", "frame", "triangle", "cross", "bar", "star", "clover", "pair")
 FORMATS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
@@ -231,9 +229,7 @@ def build(source, out, image_size, val_fraction, overwrite=False, workers=0):
     if image_size and source != "shapes" and not isinstance(splits["train"][0], list):
         raise ValueError(f"--image_size={image_size} scales image files; those of --images={source} have a size, and "
                          "train.py --image_size scales them on the way")
-    tmp = out.with_name(f"{out.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    tmp.mkdir(parents=True)
-    try:
+    with new_folder(out) as tmp:
         digest, shape = hashlib.blake2b(digest_size=6), None
         for split, (x, y) in splits.items():
             with ThreadPoolExecutor(workers or os.cpu_count()) as pool, open(tmp / f"{split}.images.bin", "wb") as f:
@@ -257,10 +253,5 @@ def build(source, out, image_size, val_fraction, overwrite=False, workers=0):
         meta = {"shape": [int(n) for n in shape], "classes": classes, "counts": counts,
                 "fingerprint": digest.hexdigest()}
         (tmp / "meta.json").write_text(json.dumps(meta, indent=1))
-        if out.exists():
-            shutil.rmtree(out)
-        os.replace(tmp, out)
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
     print(f"{out}: {counts['train']:,} images of {len(classes)} classes, {shape[0]} x {shape[1]} x {shape[2]}, and "
           f"{counts['val']:,} for validation; fingerprint {meta['fingerprint']}", flush=True)
