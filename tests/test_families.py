@@ -241,8 +241,9 @@ def test_a_bert_over_documents_resumes_exactly(documents, tmp_path):
 
 def test_both_families_are_the_same_run_under_every_engine(documents, pictures, tmp_path):
     """Two ranks; ids, kept tokens and rates equal, losses to 1e-5 (another order of sums), those of the evaluation, too."""
-    runs, layouts = {}, ("--parallel=ddp", "--parallel=zero3 --recompute=block", "--tp=2 --recompute=selective")
-    for name, flags in (("bert", documents_flags(documents)), ("vit", [*VIT_TINY, f"--data={pictures}", "--dist_timeout=60"])):
+    runs = {}
+    for name, flags, layouts in (("bert", documents_flags(documents), ("--parallel=zero3 --recompute=block", "--tp=2 --recompute=selective")),
+                                 ("vit", [*VIT_TINY, f"--data={pictures}", "--dist_timeout=60"], ("--parallel=ddp", "--parallel=zero3 --recompute=block"))):
         run(flags, tmp_path / name)
         runs |= {f"{name}-{i}": [*flags, f"--out={tmp_path}/{name}-{i}", f"--trace={tmp_path}/{name}-{i}.jsonl", *layout.split()] for i, layout in enumerate(layouts)}
     (tmp_path / "runs.json").write_text(json.dumps(list(runs.values())))
