@@ -63,7 +63,7 @@ class Config:
     lr_unit: str = ""           # what the two above are counted in; empty = as --budget
     optimizer: str = "adamw"    # adamw, or sgd with beta1 as its momentum
     weight_decay: float = 0.1   # of matrices and embeddings
-    beta1: float = 0.9          # AdamW
+    beta1: float = 0.9          # AdamW; momentum of sgd
     beta2: float = 0.95         # AdamW
     eps: float = 1e-8           # AdamW
     grad_clip: float = 1.0      # global gradient norm, 0 = off
