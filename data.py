@@ -91,6 +91,12 @@ def columns_folder(folder, block_size, samples):
     return Path(folder) / (f"T{block_size}" + "-documents" * (samples == "document"))
 
 
+def goes_to_val(i, fraction):
+    """Whether sample i (a number or an array) is for validation: every 1/fraction-th is, spread over the set, without a
+    generator or a second pass."""
+    return np.floor((i + 1) * fraction + 1e-9) > np.floor(i * fraction + 1e-9)
+
+
 STORE_FILES = r"meta\.json|(train|val)\.(bin|(docs|labels)\.npy)|tokenizer\.json|T\d+(-documents)?"
 
 

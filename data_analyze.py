@@ -30,6 +30,7 @@ from data import (
     digest_of,
     document_starts,
     documents_file,
+    goes_to_val,
     new_folder,
     read_meta,
     refuse_out,
@@ -178,8 +179,7 @@ def build(encoded, tokenizer, counts, cfg, out, corpus):
         tokens, starts = Counter(), {"train": array("q"), "val": array("q")}
         with open(tmp / "train.bin", "wb") as train, open(tmp / "val.bin", "wb") as val:
             for i, doc in enumerate(encoded):
-                # every 1/f-th document goes to validation: spread over the corpus, no generator, no second pass
-                split = "val" if int((i + 1) * cfg.val_fraction + 1e-9) > int(i * cfg.val_fraction + 1e-9) else "train"
+                split = "val" if goes_to_val(i, cfg.val_fraction) else "train"
                 starts[split].append(tokens[split])
                 raw = doc.astype(dtype).tobytes()
                 (val if split == "val" else train).write(raw)

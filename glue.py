@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data import STORE_FILES, new_folder, refuse_out
+from data import STORE_FILES, goes_to_val, new_folder, refuse_out
+from text import mend_surrogates
 
 # name: (validation file, fields of A and B, field of the label, metrics); a number is a column of a file without header
 TASKS = {
@@ -67,9 +68,7 @@ def examples(file, fields, label, skip=False):
                 continue
             raise ValueError(f"{file}, line {i}: {type(e).__name__} {e}; it needs {', '.join(map(str, fields))} and "
                              f"{label}") from None
-        # a lone surrogate, legal in JSON, is no text
-        found.append((*(t.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for t in row[:-1]),
-                      str(row[-1])))
+        found.append((*map(mend_surrogates, row[:-1]), str(row[-1])))
     return found, skipped
 
 
@@ -90,8 +89,7 @@ def read(task, paths, text_key, pair_key, label_key, val_fraction):
         raise ValueError(f"--task={task} needs one file, or two, --text=TRAIN --text=VALIDATION (.tsv or .jsonl)")
     sets = [examples(path, fields, label_key)[0] for path in paths]
     if len(sets) == 1:
-        every = [int((i + 1) * val_fraction + 1e-9) > int(i * val_fraction + 1e-9) for i in range(len(sets[0]))]
-        sets = [[e for e, v in zip(sets[0], every) if v == val] for val in (False, True)]
+        sets = [[e for i, e in enumerate(sets[0]) if goes_to_val(i, val_fraction) == val] for val in (False, True)]
     return dict(zip(("train", "val"), sets))
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data import Store, new_folder, read_json, read_labels, refuse_out
+from data import Store, goes_to_val, new_folder, read_json, read_labels, refuse_out
 
 SHAPES = ("disc", "ring", "square", "frame", "triangle", "cross", "bar", "star", "clover", "pair")
 FORMATS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
@@ -69,8 +69,8 @@ def open_store(folder, block_size, samples):
 
 
 def drawn(n_train=8000, n_val=2000, size=32, seed=0):
-    """Ten kinds of bright shapes of various places, sizes, angles and colours on dark, noise: (N, 3, size, size).
-    The same on every machine up to the last bit of sin and cos."""
+    """Ten kinds of bright shapes of various places, sizes, angles and colours on dark and noisy ground, (N, 3, size,
+    size). The same on every machine up to the last bit of sin and cos."""
     r, n = np.random.default_rng(seed), n_train + n_val
     labels = r.integers(0, len(SHAPES), n)
     angle, scale, place = r.uniform(-.5, .5, n), r.uniform(.6, .9, n), r.uniform(-.2, .2, (2, n))
@@ -159,9 +159,7 @@ def _channels_first(x, file):
 
 
 def _split(x, y, val_fraction):
-    """Every 1/val_fraction-th image for validation, spread over the set."""
-    i = np.arange(1, len(y) + 1)
-    val = np.floor(i * val_fraction + 1e-9) > np.floor((i - 1) * val_fraction + 1e-9)
+    val = goes_to_val(np.arange(len(y)), val_fraction)
     pick = (lambda s, m: [s[j] for j in np.flatnonzero(m)]) if isinstance(x, list) else (lambda s, m: s[m])
     return {"train": (pick(x, ~val), y[~val]), "val": (pick(x, val), y[val])}
 

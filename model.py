@@ -252,6 +252,7 @@ class Transformer(nn.Module):
     def n_params(self):
         return sum(p.numel() for p in self.parameters())
 
+
 class GPT(Transformer):
     """A causal language model. Targets: (B, T) int64, -1 = no loss there."""
 

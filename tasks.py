@@ -28,7 +28,7 @@ MASKED, KIND, OTHER, PAIR, SHIFT = -1, -2, -3, -4, -5      # ltd.keys()' numbers
 
 
 class Causal:
-    causal, cls, least = True, GPT, 1          # least: tokens of the shortest row that can be learnt from
+    cls, least = GPT, 1         # least: tokens of the shortest row that can be learnt from
 
     def __init__(self, data, block_size, samples, **_):
         self.store, self.T = Store(data, "train", block_size, samples), block_size
@@ -65,7 +65,7 @@ class Masked(Causal):
     """Rows are [CLS] and a window's tokens; of documents [CLS] A [SEP], or [CLS] A [SEP] B [SEP] with nsp, where B is
     the rest of the document or, every second time, the beginning of another one at least as long. Special tokens are
     the vocabulary's own where it has them (WordPiece); else [SEP] is the end of a document and two ids are added."""
-    causal, cls = False, BERT
+    cls = BERT
 
     def __init__(self, data, block_size, samples, seed=0, nsp=False, mask_prob=0.15, **_):
         self.data, self.T, self.samples, self.seed = data, block_size, samples, seed
@@ -95,6 +95,10 @@ class Masked(Causal):
     def open_val(self):
         self.val = Store(self.data, "val", self.T, self.samples)
         self.val_lengths, self.n_val = self.lengthened(self.val).lengths, self.val.n_samples
+
+    def val_length(self, ids):
+        """The longest of these, rounded up to a multiple of 8, as plan.py has it for training."""
+        return self.T if self.val_lengths is None else min(-(-int(self.val_lengths[ids].max()) // 8) * 8, self.T)
 
     def rows(self, store, lengths, ids, length, key, places):
         """(b, L) ids with -1 for padding, (b, L) segments, (b, L) whether it may be masked, (b,) whether B is alien."""
@@ -155,8 +159,7 @@ class Masked(Causal):
 
     def val_batch(self, ids):
         """A sample's mask is the same in every run: its number takes the place of the row's, and no seed has a say."""
-        length = self.T if self.val_lengths is None else -(-int(self.val_lengths[ids].max()) // 8) * 8
-        return self.masked(self.val, self.val_lengths, ids, min(length, self.T), (0, -1), torch.from_numpy(ids))
+        return self.masked(self.val, self.val_lengths, ids, self.val_length(ids), (0, -1), torch.from_numpy(ids))
 
     def metrics(self, sums, ids):
         lengths = None if self.val_lengths is None else self.val_lengths[ids]
@@ -237,8 +240,7 @@ class Labelled(Scores, Masked):
         return len(ids)
 
     def val_batch(self, ids):
-        length = min(-(-int(self.val_lengths[ids].max()) // 8) * 8, self.T)
-        return self.examples("val", self.val, ids, length)
+        return self.examples("val", self.val, ids, self.val_length(ids))
 
 
 def cut_pair(a, b, room):
@@ -250,7 +252,7 @@ def cut_pair(a, b, room):
 
 
 class Pictures(Scores):
-    causal, cls, judged_by, is_number, least = False, ViT, ("accuracy",), False, 1
+    cls, judged_by, is_number, least = ViT, ("accuracy",), False, 1
 
     def __init__(self, data, image_size, patch_size, seed=0, augment="none", **_):
         self.store, self.data, self.seed, self.how = ImageStore(data, "train"), data, seed, augment

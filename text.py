@@ -138,6 +138,11 @@ def records(file, cfg, counts, progress):
                 yield from ((text, where) for text in json_text(line, where, cfg, counts, number == 1))
 
 
+def mend_surrogates(text):
+    """Each lone surrogate, legal in JSON but not in UTF-8, becomes U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def pieces(text, split):
     """A text as documents: its lines, or its runs of lines that are not blank. What is blank is thrown away."""
     run = []
@@ -159,7 +164,7 @@ def documents(files, cfg, counts, progress=lambda n: None):
             try:
                 text.encode()
             except UnicodeEncodeError:
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                text = mend_surrogates(text)
                 counts["documents with lone surrogates replaced"] += 1
             if cfg.split:
                 yield from pieces(text, cfg.split)

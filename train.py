@@ -247,7 +247,7 @@ def main():
     # backward costs twice the forward pass
     flops = np.array([3 * r * forward_flops(cfg.n_layer, cfg.n_embd,
                                             task.cls.ends_flops(cfg.n_embd, T, **task.ends, mask_prob=cfg.mask_prob),
-                                            T, K, n_ltd, task.causal, moe, cfg.n_expert, cfg.expert_top_k)
+                                            T, K, n_ltd, task.cls.causal, moe, cfg.n_expert, cfg.expert_top_k)
                       for r, T, K in zip(plan.rows.tolist(), plan.length.tolist(), plan.keep.tolist())], float)
     peak = peak_flops(device) * world
     batches = data.prefetch(make_batch, start, plan.steps)

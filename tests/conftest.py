@@ -58,6 +58,12 @@ def train(*args, ranks=1, **kw):
     return command(*launcher, ROOT / "train.py", *args, **kw)
 
 
+def many(tmp_path, runs, ranks=2):
+    """Several runs of train.py by the same ranks (tests/many.py)."""
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    ok(command("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", ROOT / "tests" / "many.py", tmp_path / "runs.json", timeout=400))
+
+
 def ok(process):
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-3000:]
     return process.stdout
@@ -110,4 +116,13 @@ def store(tmp_path_factory):
     docs = [" ".join(r.choice(words[: r.randint(5, 200)]) for _ in range(45)) for _ in range(120)]
     write_jsonl(folder / "d.jsonl", docs)
     ok(command(ROOT / "data_analyze.py", f"--text={folder}/d.jsonl", f"--out={folder}/ds", "--tokenizer=bytes", "--block_size=64", "--val_fraction=0.1"))
+    return folder / "ds"
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory):
+    """300 documents of 2 to 120 bytes, with seqlen, voc and seqlen_voc for T = 64."""
+    folder, r = tmp_path_factory.mktemp("docs"), np.random.default_rng(0)
+    write_jsonl(folder / "d.jsonl", ["".join(map(chr, r.integers(97, 107, r.integers(2, 121)))) for _ in range(300)])
+    ok(command(ROOT / "data_analyze.py", f"--text={folder}/d.jsonl", f"--out={folder}/ds", "--tokenizer=bytes", "--samples=document", "--block_size=64", "--metric=seqlen,voc,seqlen_voc"))
     return folder / "ds"

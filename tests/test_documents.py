@@ -85,15 +85,6 @@ def test_documents_of_stores_made_elsewhere_are_found_by_end_marks_or_the_index(
     assert data.Store(tmp_path / "llmc", "train", 6, "document").rows(np.array([3, 5])).tolist() == [[1, 2, 3, 4, 50256, -1, -1], [1, 2, -1, -1, -1, -1, -1]]
 
 
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory):
-    """300 documents of 2 to 120 bytes, with seqlen and voc for T = 64."""
-    folder, r = tmp_path_factory.mktemp("docs"), np.random.default_rng(0)
-    write_jsonl(folder / "d.jsonl", ["".join(map(chr, r.integers(97, 107, r.integers(2, 121)))) for _ in range(300)])
-    ok(command(ANALYZE, f"--text={folder}/d.jsonl", f"--out={folder}/ds", "--tokenizer=bytes", "--samples=document", "--block_size=64", "--metric=seqlen,voc"))
-    return folder / "ds"
-
-
 def test_the_plan_of_documents_is_what_will_be_drawn(documents):
     """Length, tokens and layer-tokens of every step, counted again from the rows themselves."""
     s = data.Store(documents, "train", 64, "document")

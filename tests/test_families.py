@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, command, joined, ok, refused, trace, train, write_jsonl
+from conftest import ROOT, TINY, command, joined, many, ok, refused, trace, train
 from test_ltd import keep_of
 
 import curriculum
@@ -138,15 +138,6 @@ def test_flops_of_the_families_are_what_torch_counts(family):
 # masking
 
 
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory):
-    """300 documents of 2 to 120 bytes, with seqlen and seqlen_voc for T = 64."""
-    folder, r = tmp_path_factory.mktemp("docs"), np.random.default_rng(0)
-    write_jsonl(folder / "d.jsonl", ["".join(map(chr, r.integers(97, 107, r.integers(2, 121)))) for _ in range(300)])
-    ok(command(ANALYZE, f"--text={folder}/d.jsonl", f"--out={folder}/ds", "--tokenizer=bytes", "--samples=document", "--block_size=64", "--metric=seqlen,seqlen_voc"))
-    return folder / "ds"
-
-
 def test_masks_are_15_percent_80_10_10_and_never_special_tokens(documents):
     """Shares of about 20,000 masked tokens within 4 standard deviations; everything follows from (seed, step, place)."""
     task = tasks.Masked(str(documents), 64, "document", seed=3)
@@ -246,8 +237,7 @@ def test_both_families_are_the_same_run_under_every_engine(documents, pictures, 
                                  ("vit", [*VIT_TINY, f"--data={pictures}", "--dist_timeout=60"], ("--parallel=ddp", "--parallel=zero3 --recompute=block"))):
         run(flags, tmp_path / name)
         runs |= {f"{name}-{i}": [*flags, f"--out={tmp_path}/{name}-{i}", f"--trace={tmp_path}/{name}-{i}.jsonl", *layout.split()] for i, layout in enumerate(layouts)}
-    (tmp_path / "runs.json").write_text(json.dumps(list(runs.values())))
-    ok(command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "tests" / "many.py", tmp_path / "runs.json"))
+    many(tmp_path, list(runs.values()))
     for other in runs:
         name = other.partition("-")[0]
         same_run(joined(trace(tmp_path / f"{name}.jsonl")), joined(trace(tmp_path / f"{other}.jsonl")), exact=False)

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ON, ROOT, TINY, command, joined, ok, trace, train
+from conftest import ON, ROOT, TINY, command, joined, many, ok, trace, train
 from torch.utils.flop_counter import FlopCounterMode
 
 import ltd
@@ -94,8 +94,7 @@ def test_runs_with_experts_resume_exactly_and_equal_one_process_under_every_engi
     ok(train("--resume", f"--out={tmp_path}/cut", f"--trace={tmp_path}/cut.jsonl", "--recompute=block"))
     assert joined(trace(tmp_path / "cut.jsonl")) == want
     layouts = ["--parallel=ddp", "--parallel=zero3 --recompute=block", "--pp=2"]
-    (tmp_path / "runs.json").write_text(json.dumps([[*flags, f"--out={tmp_path}/{i}", f"--trace={tmp_path}/{i}.jsonl", *layout.split()] for i, layout in enumerate(layouts)]))
-    ok(command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "tests" / "many.py", tmp_path / "runs.json"))
+    many(tmp_path, [[*flags, f"--out={tmp_path}/{i}", f"--trace={tmp_path}/{i}.jsonl", *layout.split()] for i, layout in enumerate(layouts)])
     for i in range(len(layouts)):
         got = joined(trace(tmp_path / f"{i}.jsonl"))
         assert got.keys() == want.keys() and all(got[t][:2] == want[t][:2] and abs(got[t][2] - want[t][2]) < 1e-5 for t in want), layouts[i]

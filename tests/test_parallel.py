@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from conftest import ENV, OFF, ON, ROOT, TINY, command, joined, ok, trace, train
+from conftest import ENV, OFF, ON, ROOT, TINY, command, joined, many, ok, trace, train
 
 import checkpoint
 from config import Config, check, settle
@@ -29,12 +29,6 @@ def losses(out):
 
 def launch(*words, ranks=2, options=("--standalone",), prefix=(), **kw):
     return subprocess.Popen([*prefix, sys.executable, "-m", "torch.distributed.run", *options, f"--nproc_per_node={ranks}", *map(str, words)], cwd=ROOT, env=ENV | kw.pop("env", {}), text=True, **kw)
-
-
-def many(tmp_path, runs, ranks):
-    """Several runs of train.py by the same ranks (tests/many.py)."""
-    (tmp_path / "runs.json").write_text(json.dumps(runs))
-    ok(command("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", ROOT / "tests" / "many.py", tmp_path / "runs.json", timeout=400))
 
 
 @pytest.fixture(scope="module")
